@@ -141,7 +141,9 @@ def test_gates_and_values_in_one_block(device, features):
 
 @pytest.mark.parametrize("rows", [1, 20, 64])
 def test_residual_rows(device, half, rows):
-    check_add(rows_of(rows, 300, half, device), weight_of(MXFP4, 50, 300, device=device, dtype=half))
+    check_add(
+        rows_of(rows, 300, half, device), weight_of(MXFP4, 50, 300, device=device, dtype=half)
+    )
 
 
 def test_a_short_weight_does_not_read_scales_of_groups_that_it_lacks(device):

@@ -1,8 +1,8 @@
 """The inner loop of products with weights in fragments (`fragments.py`).
 
 A warp loads words of the weight several steps ahead, decodes them, and multiplies by matrix units,
-without an exchange of values between lanes: each tensor is loaded in a shape that the compiler lays
-out over lanes as the matrix units expect, after it has been reshaped. Rows are loaded by each warp
+without an exchange of values between lanes: a tensor is loaded in such an order that the layout
+that the compiler gives it is, once it has been reshaped, that which matrix units expect. Rows are loaded by each warp
 that needs them.
 
 Numbers are multiplied as they are decoded, which is exact; the sum over a group is scaled. Offsets
@@ -19,64 +19,64 @@ import triton.language as tl
 from slotzero.kernels.triton.launch import wait_for_writer
 
 TWO_PAIRS, FOUR_PAIRS = tl.constexpr("=h,=h,=h,=h,r"), tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
+WIDE = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8))
+"""Whether the compiler lets a lane have four neighbours of joined numbers, rather than two."""
 FOUR, EIGHT = tl.constexpr((tl.int16,) * 4), tl.constexpr((tl.int16,) * 8)
 
 
 @triton.jit
-def _load_words(
-    codes, block, depth, end, PART: tl.constexpr, PARTS: tl.constexpr, DEPTHS: tl.constexpr,
-    SLICES: tl.constexpr,
-):  # fmt: skip
-    """Load one part of the blocks at a depth: [32, SLICES, BLOCKS, 2, 4]. The lanes come first,
-    because the compiler assigns threads in that order."""
-    lane = tl.arange(0, 32)[:, None, None, None, None]
-    its = depth + tl.arange(0, SLICES)[None, :, None, None, None]
-    u = tl.arange(0, 2)[None, None, None, :, None]
-    word = tl.arange(0, 4)[None, None, None, None, :]
-    at = codes + ((block * DEPTHS + its) * PARTS + PART) * 256 + u * 128 + lane * 4 + word
-    return tl.load(at, mask=its < end, other=0, cache_modifier=".cg")
+def _block(i, first, apart, blocks, EACH: tl.constexpr):
+    """Return the i-th block of a program; past the end, the last."""
+    return (tl.minimum(first + i % EACH, blocks - 1) + i // EACH * apart).to(tl.int64)
 
 
 @triton.jit
-def _load_step(
-    codes, block, depth, end, PARTS: tl.constexpr, DEPTHS: tl.constexpr, SLICES: tl.constexpr
-):
-    words = ()
+def _load_words(
+    codes, first, apart, blocks, depth, end, PARTS: tl.constexpr, DEPTHS: tl.constexpr,
+    EACH: tl.constexpr, BLOCKS: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """Load the parts of a step: [2 * BLOCKS * SLICES * 32, 4] words each. Along the first axis are
+    lanes, then warps, then registers of a lane: the order in which the compiler assigns them."""
+    i, word = tl.arange(0, BLOCKS * SLICES * 64)[:, None], tl.arange(0, 4)[None, :]
+    its, u = depth + i // 32 % SLICES, i // (32 * SLICES * BLOCKS)
+    block = _block(i // (32 * SLICES) % BLOCKS, first, apart, blocks, EACH)
+    at = codes + (block * DEPTHS + its) * (PARTS * 256) + u * 128 + i % 32 * 4 + word
+    parts = ()
     for part in tl.static_range(PARTS):
-        words += (_load_words(codes, block, depth, end, part, PARTS, DEPTHS, SLICES),)  # type: ignore[assignment]
-    return words
+        loaded = tl.load(at + part * 256, mask=its < end, other=0, cache_modifier=".cg")
+        parts += (loaded,)  # type: ignore[assignment]
+    return parts
 
 
 @triton.jit
 def _load_pairs(
-    scales, block, depth, end, PER: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr,
-    SLICES: tl.constexpr,
+    scales, first, apart, blocks, depth, end, PER: tl.constexpr, GROUPS: tl.constexpr,
+    CUT: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales of a step, those of two rows in a word: [4, 8, SLICES, BLOCKS, CUT], or
-    without the last axis for one per block. The four lanes of a row load the same."""
-    row = tl.arange(0, 8)[None, :, None, None] & 7  # so that a lane has one row, not neighbours
-    its = depth + tl.arange(0, SLICES)[None, None, :, None]
+    """Load the scales of a step, those of two rows in a word: [BLOCKS * SLICES * 32, CUT], without
+    the last axis if it has one. Four lanes load the same."""
+    i = tl.arange(0, BLOCKS * SLICES * 32)
+    its, row = depth + i // 32 % SLICES, i // 4 % 8
+    block = _block(i // (32 * SLICES), first, apart, blocks, EACH)
     at = scales + ((block * GROUPS + its // PER) * 8 + row) * CUT
-    at += tl.arange(0, 4)[:, None, None, None] * 0
-    known = its < end
     if CUT == 1:
-        return tl.load(at, mask=known, other=0)
+        return tl.load(at, mask=its < end, other=0)
     else:  # noqa: RET505
-        cut = tl.arange(0, CUT)[None, None, None, None, :]
-        return tl.load(at[:, :, :, :, None] + cut, mask=known[:, :, :, :, None], other=0)
+        cut = tl.arange(0, CUT)[None, :]
+        return tl.load(at[:, None] + cut, mask=(its < end)[:, None], other=0)
 
 
 @triton.jit
-def _pick(pairs, I: tl.constexpr, CUT: tl.constexpr, SLICES: tl.constexpr, BLOCKS: tl.constexpr):
+def _pick(pairs, AT: tl.constexpr, CUT: tl.constexpr, NUM: tl.constexpr):
     if CUT == 1:
         return pairs
     elif CUT == 2:  # noqa: RET505
         low, high = tl.split(pairs)
-        return low if I == 0 else high
+        return low if AT == 0 else high
     else:
-        even, odd = tl.split(tl.reshape(pairs, [4, 8, SLICES, BLOCKS, 2, 2]))
-        low, high = tl.split(even if I % 2 == 0 else odd)
-        return low if I < 2 else high
+        even, odd = tl.split(tl.reshape(pairs, [NUM, 2, 2]))
+        low, high = tl.split(even if AT % 2 == 0 else odd)
+        return low if AT < 2 else high
 
 
 @triton.jit
@@ -101,7 +101,8 @@ def _spread(
     bits: tl.constexpr = SCALES.primitive_bitwidth
     both = tl.join(as_float(pairs, SCALES), as_float(pairs >> bits, SCALES))
     features: tl.constexpr = BLOCKS * 16
-    ordered = tl.permute(both, (2, 3, 4, 1, 0))  # [slices, blocks, 2, 8, 4]
+    split = tl.reshape(both, [BLOCKS, SLICES, 8, 4, 2])
+    ordered = tl.permute(split, (1, 0, 4, 2, 3))
     each = tl.reshape(ordered, [SLICES, features, 1, 4, 1])
     each = tl.broadcast_to(each, [SLICES, features, ROWS // 8, 4, 2])
     if SLICES == 1:
@@ -111,16 +112,16 @@ def _spread(
 
 
 @triton.jit
-def plain(half, I: tl.constexpr, CODES: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the numbers of the I-th codes of half words."""
+def plain(half, AT: tl.constexpr, CODES: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the numbers of the codes at a place of half words."""
     if CODES == "uint4":
-        return ((half >> 4 * I & 15) - ZERO).to(tl.float32).to(DTYPE)
+        return ((half >> 4 * AT & 15) - ZERO).to(tl.float32).to(DTYPE)
     elif CODES == "uint8":  # noqa: RET505
-        return (((half >> 8 * I & 255) ^ 128) - ZERO).to(tl.float32).to(DTYPE)
+        return (((half >> 8 * AT & 255) ^ 128) - ZERO).to(tl.float32).to(DTYPE)
     else:
         tl.static_assert(CODES == "mxfp4")
-        if I < 3:
-            size, sign = half >> 6 - 3 * I & 7, half >> 15 - 3 * I & 1
+        if AT < 3:
+            size, sign = half >> 6 - 3 * AT & 7, half >> 15 - 3 * AT & 1
         else:
             size = (half >> 11 & 1) | (half >> 10 & 1) << 1 | (half >> 13 & 1) << 2
             sign = half >> 14 & 1
@@ -131,11 +132,15 @@ def plain(half, I: tl.constexpr, CODES: tl.constexpr, ZERO: tl.constexpr, DTYPE:
 def _operand(low, high, DTYPE: tl.constexpr, SLICES: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the bits of numbers of one chunk as an operand: [SLICES, features, 32]."""
     joined = tl.join(low, high).to(DTYPE, bitcast=True)
-    joined = tl.reshape(joined, [8, 4, SLICES, BLOCKS, 2, 2, 2, 2])
+    split = tl.reshape(
+        joined, [2, BLOCKS, SLICES, 8, 4, 2, 2, 2]
+    )  # u, block, slice, row, t, v, ...
     if SLICES == 1:
-        return tl.reshape(tl.permute(joined, (2, 3, 6, 0, 4, 5, 1, 7)), [BLOCKS * 16, 32])
-    else:  # noqa: RET505
-        return tl.reshape(tl.permute(joined, (2, 3, 6, 0, 5, 1, 4, 7)), [SLICES, BLOCKS * 16, 32])
+        return tl.reshape(tl.permute(split, (2, 1, 6, 3, 0, 5, 4, 7)), [BLOCKS * 16, 32])
+    elif WIDE:  # noqa: RET505
+        return tl.reshape(tl.permute(split, (2, 1, 6, 3, 5, 4, 0, 7)), [SLICES, BLOCKS * 16, 32])
+    else:
+        return tl.reshape(tl.permute(split, (2, 1, 6, 3, 0, 5, 4, 7)), [SLICES, BLOCKS * 16, 32])
 
 
 @triton.jit
@@ -161,12 +166,21 @@ def _decode(words, CODES: tl.constexpr, ZERO: tl.constexpr, DECODER: tl.constexp
 
 
 @triton.jit
+def row_of(ROWS: tl.constexpr, SLICES: tl.constexpr):
+    """Return the row of a tile that each of [ROWS * SLICES] loads is for: eight rows, their slices,
+    the next eight rows."""
+    i = tl.arange(0, ROWS * SLICES)
+    return i // (8 * SLICES) * 8 + i % 8
+
+
+@triton.jit
 def _load_rows(
-    x_at, known, depth, end, INNER: tl.constexpr, SLICES: tl.constexpr, DTYPE: tl.constexpr
-):
-    """Load the chunks of a step, each [8, SLICES, rows / 8, 32]."""
-    its = depth + tl.arange(0, SLICES)[None, :, None, None]
-    k = tl.arange(0, 32)[None, None, None, :]
+    x_at, known, depth, end, INNER: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Load the chunks of a step, each [ROWS * SLICES, 32]."""
+    its = depth + (tl.arange(0, ROWS * SLICES) // 8 % SLICES)[:, None]
+    k = tl.arange(0, 32)[None, :]
     chunks = ()
     for chunk in tl.static_range(4):
         mask = known & (its < end)
@@ -178,18 +192,16 @@ def _load_rows(
 
 
 @triton.jit
-def _arrange(
-    value, SLICES: tl.constexpr, ROWS: tl.constexpr, SAME_WIDTH: tl.constexpr
-):
-    """Return a chunk of the rows as an operand [SLICES, 32, ROWS], in the order of `_operand`; with
-    SAME_WIDTH, in that which the compiler expects beside numbers that are not decoded."""
-    split = tl.reshape(value, [8, SLICES, ROWS // 8, 4, 2, 2, 2])
+def _arrange(value, SLICES: tl.constexpr, ROWS: tl.constexpr, IS_DECODED: tl.constexpr):
+    """Return a chunk of the rows as an operand [SLICES, 32, ROWS], in the order of `_operand` if it
+    is multiplied by decoded numbers."""
+    split = tl.reshape(value, [ROWS // 8, SLICES, 8, 4, 2, 2, 2])  # ..., slice, row, t, u, v, d
     if SLICES == 1:
-        return tl.reshape(tl.permute(split, (1, 4, 5, 3, 6, 2, 0)), [32, ROWS])
-    elif SAME_WIDTH:  # noqa: RET505
-        return tl.reshape(tl.permute(split, (1, 4, 5, 3, 6, 2, 0)), [SLICES, 32, ROWS])
+        return tl.reshape(tl.permute(split, (1, 4, 5, 3, 6, 0, 2)), [32, ROWS])
+    elif WIDE and IS_DECODED:  # noqa: RET505
+        return tl.reshape(tl.permute(split, (1, 5, 3, 4, 6, 0, 2)), [SLICES, 32, ROWS])
     else:
-        return tl.reshape(tl.permute(split, (1, 5, 3, 4, 6, 2, 0)), [SLICES, 32, ROWS])
+        return tl.reshape(tl.permute(split, (1, 4, 5, 3, 6, 0, 2)), [SLICES, 32, ROWS])
 
 
 @triton.jit
@@ -214,13 +226,13 @@ def _dot(
     """Add the product of RUN chunks to acc. Of warps that share their rows, which go through shared
     memory, all chunks are multiplied at once."""
     if SLICES == 1 and RUN == 4:
-        a, b = _arrange(chunks[0], 1, ROWS, False), _arrange(chunks[1], 1, ROWS, False)
-        c, d = _arrange(chunks[2], 1, ROWS, False), _arrange(chunks[3], 1, ROWS, False)
+        a, b = _arrange(chunks[0], 1, ROWS, True), _arrange(chunks[1], 1, ROWS, True)
+        c, d = _arrange(chunks[2], 1, ROWS, True), _arrange(chunks[3], 1, ROWS, True)
         left = _beside(w[0], w[1], w[2], w[3], BLOCKS * 16)
         acc = tl.dot(left, _below(a, b, c, d, ROWS), acc, input_precision=PRECISION)
     else:
         for i in tl.static_range(FIRST, FIRST + RUN):
-            value = _arrange(chunks[i], SLICES, ROWS, False)
+            value = _arrange(chunks[i], SLICES, ROWS, True)
             acc = tl.dot(w[i], value, acc, input_precision=PRECISION)
     return acc
 
@@ -236,7 +248,7 @@ def _add_totals(
     else:
         ones = tl.full([SLICES, BLOCKS * 16, 32], 1.0, DTYPE)
     for i in tl.static_range(FIRST, FIRST + RUN):
-        value = _arrange(chunks[i], SLICES, ROWS, True)
+        value = _arrange(chunks[i], SLICES, ROWS, False)
         acc = tl.dot(ones, value, acc, input_precision=PRECISION)
     return acc
 
@@ -260,14 +272,14 @@ def _multiply_groups(
     for cut in tl.static_range(CUT):
         sums = _zeros(SLICES, BLOCKS, ROWS)
         sums = _dot(w, chunks, sums, cut * run, run, SLICES, BLOCKS, ROWS, PRECISION)
-        scale = _pick(pairs, cut, CUT, SLICES, BLOCKS)
+        scale = _pick(pairs, cut, CUT, BLOCKS * SLICES * 32)
         acc += sums * _spread(scale, SCALES, SLICES, BLOCKS, ROWS)
         if HAS_OFFSETS:
             totals = _zeros(SLICES, BLOCKS, ROWS)
             totals = _add_totals(
                 chunks, totals, cut * run, run, SLICES, BLOCKS, ROWS, DTYPE, PRECISION
             )
-            shift = _pick(shifts, cut, CUT, SLICES, BLOCKS)
+            shift = _pick(shifts, cut, CUT, BLOCKS * SLICES * 32)
             acc += totals * _spread(shift, tl.float32, SLICES, BLOCKS, ROWS)
     return acc
 
@@ -281,8 +293,8 @@ def multiply(
     AHEAD: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows `source` of x, [8, 1, ROWS / 8, 1], by blocks of a weight -> [features, ROWS]
-    in float32.
+    """Multiply rows `source` of x, in the order of `row_of`, by blocks of a weight -> [features,
+    ROWS] in float32.
 
     With HALVES, half of the blocks begin at `first`, and the others are `apart` from these; each
     half has `blocks` at most. Blocks at depths from begin to end are multiplied, SLICES at a time,
@@ -294,29 +306,40 @@ def multiply(
     each: tl.constexpr = BLOCKS // HALVES
     has_offsets: tl.constexpr = offsets is not None
     late: tl.constexpr = GROUPS * CUT == 1  # whole rows are scaled at the end
-    block = tl.arange(0, BLOCKS)
-    block = tl.minimum(first + block % each, blocks - 1) + block // each * apart
-    block = block.to(tl.int64)
-    wide, narrow = block[None, None, :, None, None], block[None, None, None, :]
 
     words, pairs, shifts = (), (), ()
     for a in tl.static_range(AHEAD):
         at = begin + a * SLICES
-        words += (_load_step(codes, wide, at, end, parts, depths, SLICES),)  # type: ignore[assignment]
+        loaded = _load_words(
+            codes, first, apart, blocks, at, end, parts, depths, each, BLOCKS, SLICES
+        )
+        words += (loaded,)  # type: ignore[assignment]
         if not late:
-            pairs += (_load_pairs(scales, narrow, at, end, PER, GROUPS, CUT, SLICES),)  # type: ignore[assignment]
+            loaded = _load_pairs(
+                scales, first, apart, blocks, at, end, PER, GROUPS, CUT, each, BLOCKS, SLICES
+            )
+            pairs += (loaded,)  # type: ignore[assignment]
             if has_offsets:
-                shifts += (_load_pairs(offsets, narrow, at, end, PER, GROUPS, CUT, SLICES),)  # type: ignore[assignment]
+                loaded = _load_pairs(
+                    offsets, first, apart, blocks, at, end, PER, GROUPS, CUT, each, BLOCKS, SLICES
+                )
+                shifts += (loaded,)  # type: ignore[assignment]
     if late:
-        pairs += (_load_pairs(scales, narrow, 0, SLICES, SLICES, 1, 1, SLICES),)  # type: ignore[assignment]
+        loaded = _load_pairs(
+            scales, first, apart, blocks, 0, SLICES, SLICES, 1, 1, each, BLOCKS, SLICES
+        )
+        pairs += (loaded,)  # type: ignore[assignment]
         if has_offsets:
-            shifts += (_load_pairs(offsets, narrow, 0, SLICES, SLICES, 1, 1, SLICES),)  # type: ignore[assignment]
+            loaded = _load_pairs(
+                offsets, first, apart, blocks, 0, SLICES, SLICES, 1, 1, each, BLOCKS, SLICES
+            )
+            shifts += (loaded,)  # type: ignore[assignment]
     wait_for_writer(PDL)
 
-    k = tl.arange(0, SLICES)[None, :, None, None] * 128 + tl.arange(0, 32)[None, None, None, :]
-    x_at = x + source.to(tl.int64) * x_stride + k
+    k = (tl.arange(0, ROWS * SLICES) // 8 % SLICES * 128)[:, None] + tl.arange(0, 32)[None, :]
+    x_at, known = x + source.to(tl.int64)[:, None] * x_stride + k, known[:, None]
     if SLICES > 1:
-        chunks = _load_rows(x_at, known, begin, end, INNER, SLICES, DTYPE)
+        chunks = _load_rows(x_at, known, begin, end, INNER, SLICES, ROWS, DTYPE)
     acc = _zeros(SLICES, BLOCKS, ROWS)
     totals = acc
     for step in tl.range(begin, end, SLICES * AHEAD, num_stages=STAGES):
@@ -324,9 +347,9 @@ def multiply(
         for a in tl.static_range(AHEAD):
             at = step + a * SLICES
             if SLICES == 1:
-                chunks = _load_rows(x_at, known, at, end, INNER, SLICES, DTYPE)
+                chunks = _load_rows(x_at, known, at, end, INNER, SLICES, ROWS, DTYPE)
             else:
-                next_chunks = _load_rows(x_at, known, at + SLICES, end, INNER, SLICES, DTYPE)
+                next_chunks = _load_rows(x_at, known, at + SLICES, end, INNER, SLICES, ROWS, DTYPE)
             w = ()
             for part in tl.static_range(parts):
                 w += _decode(words[a][part], CODES, ZERO, DECODER, DTYPE, SLICES, BLOCKS)
@@ -342,12 +365,20 @@ def multiply(
                     CUT, SCALES, has_offsets, SLICES, BLOCKS, ROWS, DTYPE, PRECISION,
                 )  # fmt: skip
             after = at + SLICES * AHEAD
-            next_words += (_load_step(codes, wide, after, end, parts, depths, SLICES),)  # type: ignore[assignment]
+            loaded = _load_words(
+                codes, first, apart, blocks, after, end, parts, depths, each, BLOCKS, SLICES
+            )
+            next_words += (loaded,)  # type: ignore[assignment]
             if not late:
-                loaded = _load_pairs(scales, narrow, after, end, PER, GROUPS, CUT, SLICES)
+                loaded = _load_pairs(
+                    scales, first, apart, blocks, after, end, PER, GROUPS, CUT, each, BLOCKS, SLICES
+                )
                 next_pairs += (loaded,)  # type: ignore[assignment]
                 if has_offsets:
-                    loaded = _load_pairs(offsets, narrow, after, end, PER, GROUPS, CUT, SLICES)
+                    loaded = _load_pairs(
+                        offsets, first, apart, blocks, after, end, PER, GROUPS, CUT,
+                        each, BLOCKS, SLICES,
+                    )  # fmt: skip
                     next_shifts += (loaded,)  # type: ignore[assignment]
             if SLICES > 1:
                 chunks = next_chunks
@@ -355,9 +386,9 @@ def multiply(
         if not late:
             pairs, shifts = next_pairs, next_shifts
     if late:
-        acc *= _spread(pairs[0], SCALES, SLICES, BLOCKS, ROWS)
+        acc *= _spread(pairs[0], SCALES, SLICES, BLOCKS, ROWS)  # type: ignore[misc]
         if has_offsets:
-            acc += totals * _spread(shifts[0], tl.float32, SLICES, BLOCKS, ROWS)
+            acc += totals * _spread(shifts[0], tl.float32, SLICES, BLOCKS, ROWS)  # type: ignore[misc]
     if SLICES == 1:
         return acc
     else:  # noqa: RET505

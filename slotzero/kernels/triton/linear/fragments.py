@@ -1,15 +1,15 @@
 """The packed layout of 4-bit and 8-bit codes: as matrix units hold their first operand.
 
 A fragment is the operand of one warp: 16 output features by 16 input features, four words of two
-codes in each of 32 lanes. Here a block of 16 by 128 codes is stored such that a lane loads its words
-16 bytes at a time, and masks and shifts of a word yield pairs of numbers where an instruction
+codes in each of 32 lanes. Here a block of 16 by 128 codes is stored such that a lane loads its
+words 16 bytes at a time, and masks and shifts of a word yield pairs of numbers where an instruction
 expects them. No number changes its lane.
 
 Input features of a block are divided into four chunks of 32. A half word (16 bits) holds the codes
 of one place in each of the four chunks, or in two of them if codes have 8 bits. Within a chunk,
 lane `t` of four has eight neighbouring input features, so that it loads those of the rows at once.
 
-This module knows the layout. It does not know how a kernel uses it (`fragment_product.py`).
+This module knows the layout. It does not know how a kernel uses it (`fragment_codes.py`).
 """
 
 import functools
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slotzero.kernels.quantized import QuantizedRows
-from slotzero.kernels.weights import QuantizedWeight, WeightFormat
+from slotzero.kernels.weights import WeightFormat
 
 FEATURES, DEPTH = 16, 128  # of a block
 CHUNKS = 4  # of a block's input features
@@ -90,19 +90,15 @@ def pack(rows: QuantizedRows, format: WeightFormat) -> dict[str, Tensor]:
     return made
 
 
-def num_blocks(weight: QuantizedWeight) -> int:
-    return weight.codes.shape[-3]
-
-
 def _pack_codes(codes: Tensor, format: WeightFormat) -> Tensor:
     *lead, features, columns = codes.shape
     padded = F.pad(codes, (0, -columns % DEPTH, 0, -features % FEATURES))
     if format.codes == "uint8":
         padded = padded ^ SIGN
     each = CHUNKS // parts(format)
-    split = padded.unflatten(-1, (-1, parts(format), each, 4, 2, 2, 2))
-    # [..., block, half, row, depth, part, code, t, u, v, d]
-    split = split.unflatten(-8, (-1, 2, 8))
+    split = padded.reshape(
+        *lead, -1, 2, 8, padded.shape[-1] // DEPTH, parts(format), each, 4, 2, 2, 2
+    )  # [..., block, half, row, depth, part, code, t, u, v, d]
     half: Tensor | None = None
     for i in range(each):
         placed = _placed(split.select(-5, i).int(), i, format)
@@ -110,10 +106,8 @@ def _pack_codes(codes: Tensor, format: WeightFormat) -> Tensor:
     assert half is not None
     first = len(lead)
     block, high, row, depth, part, t, u, v, d = range(first, first + 9)
-    ordered = half.to(torch.int16).permute(
-        *range(first), block, depth, part, u, row, t, v, high, d
-    )
-    return ordered.contiguous().view(torch.int32).flatten(first + 2)
+    ordered = half.to(torch.int16).permute(*range(first), block, depth, part, u, row, t, v, high, d)
+    return ordered.flatten(first + 2).view(torch.int32)
 
 
 def _placed(codes: Tensor, i: int, format: WeightFormat) -> Tensor:
@@ -132,9 +126,9 @@ def _pack_scales(scales: Tensor, format: WeightFormat, columns: int) -> Tensor:
         assert format.group is not None
         scales = scales.repeat_interleave(format.group * cut // DEPTH, dim=-1)
     scales = scales[..., : groups * cut]
-    *_, features, given = scales.shape
+    *lead, features, given = scales.shape
     padded = F.pad(scales, (0, groups * cut - given, 0, -features % FEATURES))
-    split = padded.unflatten(-1, (groups, cut)).unflatten(-3, (-1, 2, 8))
+    split = padded.reshape(*lead, -1, 2, 8, groups, cut)
     first = split.ndim - 5
     block, high, row, group, part = range(first, first + 5)
     return split.permute(*range(first), block, group, row, part, high).contiguous()

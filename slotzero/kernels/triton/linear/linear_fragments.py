@@ -22,7 +22,7 @@ from slotzero.kernels.triton.launch import (
 )
 from slotzero.kernels.triton.linear import fragments
 from slotzero.kernels.triton.linear.epilogue import finish, load_early
-from slotzero.kernels.triton.linear.fragment_codes import as_float, multiply, plain
+from slotzero.kernels.triton.linear.fragment_codes import as_float, multiply, plain, row_of
 from slotzero.kernels.triton.linear.fragment_ptx import decoder
 from slotzero.kernels.triton.linear.linear_tma import arrivals
 from slotzero.kernels.triton.linear.tiles_fragments import FragmentTile, tile_for
@@ -60,14 +60,17 @@ def _product_kernel(
     values."""
     may_follow(PDL)
     cuts = tl.cdiv(rows, ROWS)
-    part, first_m, share = tl.program_id(0) // cuts, tl.program_id(0) % cuts * ROWS, tl.program_id(1)
+    part, first_m, share = (
+        tl.program_id(0) // cuts,
+        tl.program_id(0) % cuts * ROWS,
+        tl.program_id(1),
+    )
     gated: tl.constexpr = ACTIVATION is not None
     halves: tl.constexpr = 2 if gated else 1
     each: tl.constexpr = BLOCKS // halves
     depths: tl.constexpr = (INNER + 127) // 128
     features: tl.constexpr = BLOCKS * 16
-    source = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, ROWS // 8)[None, None, :, None] * 8
-    source += first_m
+    source = first_m + row_of(ROWS, SLICES)
     blocks = tl.cdiv(num_out, 16)
     begin, end = share * SHARE, tl.minimum((share + 1) * SHARE, depths)
     acc = multiply(
@@ -216,7 +219,8 @@ def constants(x: Tensor, weight: QuantizedWeight, tile: FragmentTile) -> dict[st
         **_sizes(weight), "DECODER": decoder(weight.format, x.dtype), "BLOCKS": tile.blocks,
         "SLICES": tile.slices, "ROWS": tile.rows, "AHEAD": tile.ahead, "STAGES": tile.stages,
         "DTYPE": DTYPES[x.dtype],
-        "PRECISION": "ieee" if x.dtype is torch.float32 else None, "num_warps": tile.num_warps, "maxnreg": tile.registers,
+        "PRECISION": "ieee" if x.dtype is torch.float32 else None, "num_warps": tile.num_warps,
+        "maxnreg": tile.registers,
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear import fragments
 from slotzero.kernels.triton.linear.activation import activate
-from slotzero.kernels.triton.linear.fragment_codes import multiply
+from slotzero.kernels.triton.linear.fragment_codes import multiply, row_of
 from slotzero.kernels.triton.linear.linear_fragments import constants, tensors
 from slotzero.kernels.triton.linear.tiles_fragments import FragmentTile, expert_tile
 from slotzero.kernels.types import Activation
@@ -37,7 +37,7 @@ def _product_kernel(
     depths: tl.constexpr = (INNER + 127) // 128
     parts: tl.constexpr = 2 if CODES == "uint8" else 1
     part, m = tl.program_id(0), tl.arange(0, ROWS)
-    row = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, ROWS // 8)[None, None, :, None] * 8
+    row = row_of(ROWS, SLICES)
     wait_for_writer(PDL)
     expert = tl.load(its).to(tl.int64)
     if expert < 0:
