@@ -2,8 +2,8 @@
 
 A warp loads words of the weight several steps ahead, decodes them, and multiplies by matrix units,
 without an exchange of values between lanes: a tensor is loaded in such an order that the layout
-that the compiler gives it is, once it has been reshaped, that which matrix units expect. Rows are loaded by each warp
-that needs them.
+that the compiler gives it is, once it has been reshaped, that which matrix units expect. Each warp
+loads the rows that it needs.
 
 Numbers are multiplied as they are decoded, which is exact; the sum over a group is scaled. Offsets
 are multiplied by the sum of the group's rows, which matrix units compute too.
