@@ -27,7 +27,7 @@ GROUPS = (
 """Tests that share a process, because starting one takes seconds; all groups take equally long."""
 KINDS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
-    torch.uint8: "*u8", torch.int32: "*i32",
+    torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32",
 }  # fmt: skip
 
 
@@ -107,48 +107,22 @@ def test_rows_of_latent_heads_are_prefetched(monkeypatch, pairs):
     assert compiled.metadata.shared <= tile.num_bytes(576, 2)
 
 
-@pytest.mark.parametrize("name", ["uint4", "mxfp4", "float8", "scattered"])
+@pytest.mark.parametrize("name", ["float8", "scattered"])
 def test_decoded_weights_stay_in_registers(monkeypatch, name):
     """Compile products with quantised weights for an H200. Its matrix units take codes in float8,
     or what is decoded from other codes, from registers; memory is read steps ahead."""
-    triton = pytest.importorskip("triton", reason="triton has no wheel for this platform")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton", reason="triton has no wheel for this platform")
     from slotzero.kernels.triton.linear import linear_quantized, round_float8, tiles_quantized
     from slotzero.kernels.types import Normed
     from slotzero.kernels.weights import QuantizedWeight, WeightFormat
 
     compiled = []
-
-    def compile_only(kernel, grid, *args, **kwargs):
-        names = kernel.arg_names
-        given = dict(zip(names, args, strict=False)) | kwargs
-        options = {key: given.pop(key) for key in list(given) if key not in names}
-        signature, constants, aligned = {}, {}, {}
-        for i, name in enumerate(names):
-            value = given[name]
-            if isinstance(value, torch.Tensor):
-                signature[name] = KINDS[value.dtype]
-                aligned[(i,)] = [["tt.divisibility", 16]]
-            elif name in kwargs or value is None:
-                signature[name], constants[(i,)] = "constexpr", value
-            else:
-                signature[name] = "i32" if isinstance(value, int) else "fp32"
-                if value % 16 == 0 and name not in kernel.do_not_specialize:
-                    aligned[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(kernel, signature, constants, aligned)
-        compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
-
     for module in (linear_quantized, round_float8):
-        monkeypatch.setattr(module, "launch", compile_only)
-        monkeypatch.setattr(module, "overlap", lambda: {"PDL": True, "launch_pdl": True})
+        compile_instead(monkeypatch, module, compiled)
     monkeypatch.setattr(tiles_quantized, "shared_memory", lambda: 227 << 10)
     monkeypatch.setattr(tiles_quantized, "num_processors", lambda: 132)
     monkeypatch.setattr(linear_quantized, "_is_unpacked", lambda *_: False)
     format = {
-        "uint4": WeightFormat("uint4", 128, zero=8),
-        "mxfp4": WeightFormat("mxfp4", 32, scale_dtype=torch.uint8),
         "float8": WeightFormat("float8", 128, activations="float8_group"),
         "scattered": WeightFormat("uint4", 128, 8, has_offsets=True, is_scattered=True, groups=32),
     }[name]
@@ -170,3 +144,76 @@ def test_decoded_weights_stay_in_registers(monkeypatch, name):
         assert re.search(r"warp_group_dot .* : tensor<[^*]*dot_op[^*]* \* !ttg.memdesc", text)
         assert text.count("async_copy_global_to_local") >= 2 * 3
         assert one.metadata.shared <= 227 << 10
+
+
+FRAGMENTS = {
+    "uint4": ("uint4", 128, 8, torch.bfloat16),
+    "uint8": ("uint8", 128, 128, torch.float16),
+    "mxfp4": ("mxfp4", 32, 0, torch.uint8),
+}
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_fragments_stay_in_registers(monkeypatch, name):
+    """Compile products with weights in fragments for an H200. With a slice for each warp, the loop
+    has no value pass between lanes; else matrix units take the weight from registers."""
+    pytest.importorskip("triton", reason="triton has no wheel for this platform")
+    from slotzero.kernels.triton.linear import fragments, linear_fragments, tiles_fragments
+    from slotzero.kernels.types import Normed
+    from slotzero.kernels.weights import QuantizedWeight, WeightFormat
+
+    compiled = []
+    compile_instead(monkeypatch, linear_fragments, compiled)
+    monkeypatch.setattr(tiles_fragments, "num_processors", lambda: 132)
+    monkeypatch.setattr(linear_fragments, "arrivals", lambda: torch.empty(1, dtype=torch.int32))
+    codes, group, zero, scale_dtype = FRAGMENTS[name]
+    format = WeightFormat(codes, group, zero, scale_dtype=scale_dtype)
+    tensors = {
+        field: torch.empty(shape, dtype=dtype)
+        for field, (shape, dtype) in fragments.shapes(4096, 4096, format).items()
+    }
+    weight = QuantizedWeight(
+        **tensors, bias=None, out_features=4096, in_features=4096, dtype=torch.bfloat16,
+        format=format,
+    )  # fmt: skip
+    for rows in (1, 16, 64):
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16)
+        linear_fragments.product(Normed(x), weight, torch.empty_like(x))
+    *few, many = compiled
+    for one in few:
+        loops = re.findall(r"(\$L__BB\w+):(.*?)bra\b[^;]*\1;", one.asm["ptx"], re.DOTALL)
+        (loop,) = (text for _, text in loops if "mma.sync" in text)
+        assert not re.findall(r"shared|bar\.sync|shfl", loop)
+        assert re.search(r"ld\.global\.cg\S*\.v4\.b32", loop)
+    text = many.asm["ttgir"]
+    assert re.search(r"warp_group_dot .* : tensor<[^*]*dot_op[^*]* \* !ttg.memdesc", text)
+    assert "async_copy_global_to_local" in text
+
+
+def compile_instead(monkeypatch, module, compiled):
+    """Let the launches of a module compile for an H200, which needs no GPU, and not run."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def compile_only(kernel, grid, *args, **kwargs):
+        names = kernel.arg_names
+        given = dict(zip(names, args, strict=False)) | kwargs
+        options = {key: given.pop(key) for key in list(given) if key not in names}
+        signature, constants, aligned = {}, {}, {}
+        for i, name in enumerate(names):
+            value = given[name]
+            if isinstance(value, torch.Tensor):
+                signature[name] = KINDS[value.dtype]
+                aligned[(i,)] = [["tt.divisibility", 16]]
+            elif name in kwargs or value is None:
+                signature[name], constants[(i,)] = "constexpr", value
+            else:
+                signature[name] = "i32" if isinstance(value, int) else "fp32"
+                if value % 16 == 0 and name not in kernel.do_not_specialize:
+                    aligned[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(kernel, signature, constants, aligned)
+        compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
+
+    monkeypatch.setattr(module, "launch", compile_only)
+    monkeypatch.setattr(module, "overlap", lambda: {"PDL": True, "launch_pdl": True})

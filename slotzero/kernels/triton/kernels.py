@@ -18,6 +18,7 @@ from slotzero.kernels.attention_plans import (
     VerifyPlan,
 )
 from slotzero.kernels.contract import Kernels
+from slotzero.kernels.quantized import QuantizedRows, pack_rows
 from slotzero.kernels.triton import embed, write_back
 from slotzero.kernels.triton.attention import (
     decode,
@@ -27,8 +28,8 @@ from slotzero.kernels.triton.attention import (
     prefill,
     verify,
 )
-from slotzero.kernels.triton.launch import compiling_ahead
-from slotzero.kernels.triton.linear import elementwise, linear_quantized, linear_tma
+from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead
+from slotzero.kernels.triton.linear import elementwise, fragments, linear_quantized, linear_tma
 from slotzero.kernels.triton.linear.elementwise import apply_norm
 from slotzero.kernels.triton.linear.products import Products, adds, is_late
 from slotzero.kernels.triton.linear.tune import Choices
@@ -53,7 +54,7 @@ from slotzero.kernels.types import (
     Rows,
     Tokens,
 )
-from slotzero.kernels.weights import DenseWeight, LinearWeight, QuantizedWeight
+from slotzero.kernels.weights import DenseWeight, LinearWeight, QuantizedWeight, WeightFormat
 
 MAX_DIM = 512  # largest head that the attention tiles hold
 MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads per KV head; for head sizes above 256
@@ -146,6 +147,16 @@ class TritonKernels(Kernels):
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight
+
+    def quantized_shapes(
+        self, out_features: int, in_features: int, format: WeightFormat
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        if fragments.takes(format):
+            return fragments.shapes(out_features, in_features, format)
+        return format.shapes(out_features, in_features)
+
+    def pack_quantized(self, rows: QuantizedRows, format: WeightFormat) -> dict[str, Tensor]:
+        return fragments.pack(rows, format) if fragments.takes(format) else pack_rows(rows, format)
 
     def prepare(self, rehearse: Callable[[], None]) -> None:
         with compiling_ahead():

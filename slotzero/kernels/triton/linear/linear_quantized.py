@@ -21,7 +21,7 @@ from slotzero.kernels.triton.launch import (
     prefetch_weights,
     wait_for_writer,
 )
-from slotzero.kernels.triton.linear import library
+from slotzero.kernels.triton.linear import fragments, library, linear_fragments
 from slotzero.kernels.triton.linear.codes import decode, multiply, scaled
 from slotzero.kernels.triton.linear.elementwise import apply_norm, gate
 from slotzero.kernels.triton.linear.epilogue import finish, load_early
@@ -30,7 +30,7 @@ from slotzero.kernels.triton.linear.round_float8 import round_input, rounded
 from slotzero.kernels.triton.linear.tiles import MAX_ROWS
 from slotzero.kernels.triton.linear.tiles_quantized import CodesTile, multiplies_float8, tile_for
 from slotzero.kernels.types import Activation, Normed, ResidualNorms
-from slotzero.kernels.weights import QuantizedWeight
+from slotzero.kernels.weights import LinearWeight, QuantizedWeight
 
 VARYING = ["rows", "num_parts"]
 PARTS = 32  # partial sums of squares that are read at a time
@@ -169,7 +169,7 @@ def product(x: Normed, weight: QuantizedWeight, out: Tensor, slots: Tensor | Non
 
 def product_gated(x: Normed, weight: QuantizedWeight, activation: Activation) -> Tensor:
     """Multiply by gates and values, and gate -> [rows, features / 2]."""
-    if _is_unpacked(x.x, weight):
+    if not is_gated_at_once(weight) or _is_unpacked(x.x, weight):
         joined = product(x, weight, x.x.new_empty(len(x.x), weight.out_features))
         gates, values = joined.chunk(2, -1)
         return gate(gates, values, activation)
@@ -185,6 +185,12 @@ def product_add(
     return _launch(x, weight, residual, norms=norms)
 
 
+def is_gated_at_once(weight: LinearWeight) -> bool:
+    """Return whether a program can multiply by gates and values: unless they share a fragment."""
+    is_fragments = isinstance(weight, QuantizedWeight) and fragments.takes(weight.format)
+    return not is_fragments or weight.out_features % (2 * fragments.FEATURES) == 0
+
+
 def inputs(x: Normed, weight: QuantizedWeight) -> tuple[Normed, Tensor | None]:
     """Return the rows of a product: unchanged, rounded, or codes in float8 and their scales."""
     if weight.format.activations == "plain":
@@ -197,6 +203,8 @@ def inputs(x: Normed, weight: QuantizedWeight) -> tuple[Normed, Tensor | None]:
 
 def unpack(weight: QuantizedWeight, dtype: torch.dtype, chosen: Tensor | None = None) -> Tensor:
     """Return the numbers of a weight, or of its chosen rows: [rows, in_features]."""
+    if fragments.takes(weight.format):
+        return linear_fragments.unpack(weight, dtype, chosen)
     rows, inner = weight.out_features if chosen is None else len(chosen), weight.in_features
     out = torch.empty(rows, inner, dtype=dtype, device=weight.codes.device)
     launch(
@@ -248,6 +256,10 @@ def _launch(
     norm, with a deferred scale."""
     (rows, num_out), inner = out.shape, weight.in_features
     operand, x_scales = inputs(x, weight)
+    if fragments.takes(weight.format):
+        return linear_fragments.product(
+            operand, weight, out, activation=activation, slots=slots, norms=norms
+        )
     num_parts = 0 if operand.squares is None else len(operand.squares)
     tile = tile_for(rows, weight.out_features, weight.format, inner, operand.x.dtype)
     each = tile.features if activation is None else tile.features // 2

@@ -23,6 +23,7 @@ from slotzero.kernels.triton.launch import (
 )
 from slotzero.kernels.triton.linear.activation import activate
 from slotzero.kernels.triton.linear.elementwise import gate
+from slotzero.kernels.triton.linear.linear_quantized import is_gated_at_once
 from slotzero.kernels.triton.moe import experts_quantized
 from slotzero.kernels.types import Activation
 from slotzero.kernels.weights import JoinedWeight, LinearWeight, QuantizedWeight
@@ -197,7 +198,7 @@ def gated(
 ) -> Tensor:
     """Multiply by the weights of gates and values, and gate -> [choices, inner], by expert."""
     num, shared = len(chosen.order), len(chosen.order) // len(x)
-    if isinstance(weights, JoinedWeight):
+    if isinstance(weights, JoinedWeight) or not is_gated_at_once(weights):
         joined = x.new_empty(num, weights.out_features)
         _product(x, weights, chosen, joined, shared, None)
         gates, values = joined.chunk(2, -1)

@@ -7,10 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
+from slotzero.kernels.triton.linear import fragments
 from slotzero.kernels.triton.linear.activation import activate
 from slotzero.kernels.triton.linear.codes import multiply
 from slotzero.kernels.triton.linear.linear_quantized import constants, inputs
 from slotzero.kernels.triton.linear.tiles_quantized import cut
+from slotzero.kernels.triton.moe import experts_fragments
 from slotzero.kernels.types import Activation, Normed
 from slotzero.kernels.weights import QuantizedWeight
 
@@ -86,6 +88,11 @@ def product(
     """Multiply rows by their experts' weights -> out. With `shared`, x has one row per token, which
     that many choices share; otherwise it is sorted by expert, see `_product_kernel`."""
     rows, x_scales = inputs(Normed(x), weights)
+    if fragments.takes(weights.format):
+        experts_fragments.product(
+            rows.x, weights, order, blocks, block_rows, out, shared, activation
+        )
+        return
     num_out, bias = out.shape[1], weights.bias
     features = 64 if block_rows <= FEW_ROWS else 128
     tile = cut(block_rows, features, weights.format, weights.in_features, rows.x.dtype)
