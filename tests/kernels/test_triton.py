@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parent / "triton"
 GROUPS = (
     ("linear", "latent"),
-    ("verify", "decode"),
+    ("verify", "decode", "fragments"),
     ("quantized", "prefill", "recurrent"),
     ("model", "sample", "speculation", "experts", "kernels", "trees", "tune"),
 )

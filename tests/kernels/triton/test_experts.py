@@ -167,12 +167,12 @@ def test_blocks_cover_every_choice_once(device, monkeypatch, tokens, num_experts
     chosen[::3] = num_experts  # no expert
     chosen[1::2, 0] = num_experts - 1  # an expert that many tokens choose
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    order, blocks, tile = experts.sort(chosen.to(device), starts, torch.float32)
+    order, blocks, tile, most = experts.sort(chosen.to(device), starts, torch.float32)
     which = chosen.flatten()[order.cpu()].tolist()
     seen = []
     for expert, first, size in blocks.tolist():
         if expert >= 0:
-            assert 0 < size <= tile.rows
+            assert 0 < size <= most <= tile.rows
             assert which[first : first + size] == [expert] * size
             seen += range(first, first + size)
     assert seen == list(range(sum(e < num_experts for e in which)))

@@ -16,8 +16,6 @@ arithmetic.
 import triton
 import triton.language as tl
 
-from slotzero.kernels.triton.launch import wait_for_writer
-
 TWO_PAIRS, FOUR_PAIRS = tl.constexpr("=h,=h,=h,=h,r"), tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
 WIDE = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8))
 """Whether the compiler lets a lane have four neighbours of joined numbers, rather than two."""
@@ -285,28 +283,19 @@ def _multiply_groups(
 
 
 @triton.jit
-def multiply(
-    x, codes, scales, offsets, source, known, first, apart, blocks, begin, end, x_stride,
+def load_ahead(
+    codes, scales, offsets, first, apart, blocks, begin, end,
     INNER: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr, PER: tl.constexpr,
-    CODES: tl.constexpr, ZERO: tl.constexpr, DECODER: tl.constexpr, SCALES: tl.constexpr,
-    BLOCKS: tl.constexpr, HALVES: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
-    AHEAD: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    CODES: tl.constexpr, BLOCKS: tl.constexpr, HALVES: tl.constexpr, SLICES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows `source` of x, in the order of `row_of`, by blocks of a weight -> [features,
-    ROWS] in float32.
-
-    With HALVES, half of the blocks begin at `first`, and the others are `apart` from these; each
-    half has `blocks` at most. Blocks at depths from begin to end are multiplied, SLICES at a time,
-    each of which has its own warp. The weight is loaded AHEAD steps ahead of its use. Rows are
-    loaded one step ahead or, if warps share them, copied to shared memory in STAGES.
-    """
+    """Load the words, the scales and the offsets that `multiply` begins with. These are constants,
+    so a program loads them before it waits for its rows."""
     parts: tl.constexpr = 2 if CODES == "uint8" else 1
     depths: tl.constexpr = (INNER + 127) // 128
     each: tl.constexpr = BLOCKS // HALVES
     has_offsets: tl.constexpr = offsets is not None
-    late: tl.constexpr = GROUPS * CUT == 1  # whole rows are scaled at the end
-
+    late: tl.constexpr = GROUPS * CUT == 1
     words, pairs, shifts = (), (), ()
     for a in tl.static_range(AHEAD):
         at = begin + a * SLICES
@@ -334,8 +323,32 @@ def multiply(
                 offsets, first, apart, blocks, 0, SLICES, SLICES, 1, 1, each, BLOCKS, SLICES
             )
             shifts += (loaded,)  # type: ignore[assignment]
-    wait_for_writer(PDL)
+    return words, pairs, shifts
 
+
+@triton.jit
+def multiply(
+    ahead, x, codes, scales, offsets, source, known, first, apart, blocks, begin, end, x_stride,
+    INNER: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr, PER: tl.constexpr,
+    CODES: tl.constexpr, ZERO: tl.constexpr, DECODER: tl.constexpr, SCALES: tl.constexpr,
+    BLOCKS: tl.constexpr, HALVES: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
+    AHEAD: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows `source` of x, in the order of `row_of`, by blocks of a weight -> [features,
+    ROWS] in float32.
+
+    With HALVES, half of the blocks begin at `first`, and the others are `apart` from these; each
+    half has `blocks` at most. Blocks at depths from begin to end are multiplied, SLICES at a time,
+    each of which has its own warp. The weight is loaded AHEAD steps ahead of its use, for the first
+    steps by `load_ahead`. Rows are loaded one step ahead or, if warps share them, copied to shared
+    memory in STAGES.
+    """
+    parts: tl.constexpr = 2 if CODES == "uint8" else 1
+    depths: tl.constexpr = (INNER + 127) // 128
+    each: tl.constexpr = BLOCKS // HALVES
+    has_offsets: tl.constexpr = offsets is not None
+    late: tl.constexpr = GROUPS * CUT == 1  # whole rows are scaled at the end
+    words, pairs, shifts = ahead
     k = (tl.arange(0, ROWS * SLICES) // 8 % SLICES * 128)[:, None] + tl.arange(0, 32)[None, :]
     x_at, known = x + source.to(tl.int64)[:, None] * x_stride + k, known[:, None]
     if SLICES > 1:

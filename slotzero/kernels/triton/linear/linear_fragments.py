@@ -22,7 +22,13 @@ from slotzero.kernels.triton.launch import (
 )
 from slotzero.kernels.triton.linear import fragments
 from slotzero.kernels.triton.linear.epilogue import finish, load_early
-from slotzero.kernels.triton.linear.fragment_codes import as_float, multiply, plain, row_of
+from slotzero.kernels.triton.linear.fragment_codes import (
+    as_float,
+    load_ahead,
+    multiply,
+    plain,
+    row_of,
+)
 from slotzero.kernels.triton.linear.fragment_ptx import decoder
 from slotzero.kernels.triton.linear.linear_tma import arrivals
 from slotzero.kernels.triton.linear.tiles_fragments import FragmentTile, tile_for
@@ -30,7 +36,7 @@ from slotzero.kernels.types import Activation, Normed, ResidualNorms
 from slotzero.kernels.weights import QuantizedWeight
 
 VARYING = ["rows", "num_parts"]
-PARTS = 32  # partial sums of squares that are read at a time
+MOST_LOADED = 2048  # partial sums of squares that a program reads at a time
 UNPACKED_ROWS = 16
 DTYPES = {
     torch.float32: tl.float32,
@@ -73,10 +79,21 @@ def _product_kernel(
     source = first_m + row_of(ROWS, SLICES)
     blocks = tl.cdiv(num_out, 16)
     begin, end = share * SHARE, tl.minimum((share + 1) * SHARE, depths)
+    ahead = load_ahead(
+        codes, scales, offsets, part * each, blocks, blocks, begin, end,
+        INNER, GROUPS, CUT, PER, CODES, BLOCKS, halves, SLICES, AHEAD,
+    )  # fmt: skip
+    m, n = first_m + tl.arange(0, ROWS), part * (each * 16) + tl.arange(0, each * 16)
+    early: tl.constexpr = ROWS <= 8  # of more rows, they would take registers from the loop
+    wait_for_writer(PDL)
+    if early:
+        squared, before = load_early(
+            squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
+        )
     acc = multiply(
-        x, codes, scales, offsets, source, source < rows, part * each, blocks, blocks, begin, end,
-        x_stride, INNER, GROUPS, CUT, PER, CODES, ZERO, DECODER, SCALES,
-        BLOCKS, halves, SLICES, ROWS, AHEAD, STAGES, DTYPE, PRECISION, PDL,
+        ahead, x, codes, scales, offsets, source, source < rows, part * each, blocks, blocks,
+        begin, end, x_stride, INNER, GROUPS, CUT, PER, CODES, ZERO, DECODER, SCALES,
+        BLOCKS, halves, SLICES, ROWS, AHEAD, STAGES, DTYPE, PRECISION,
     )  # fmt: skip
     if SHARES > 1:
         lane, row = tl.arange(0, features)[:, None], tl.arange(0, ROWS)[None, :]
@@ -96,10 +113,10 @@ def _product_kernel(
     if gated:
         pairs = tl.permute(tl.reshape(acc, [2, each * 16, ROWS]), (2, 1, 0))
         result, second = tl.split(pairs)
-    m, n = first_m + tl.arange(0, ROWS), part * (each * 16) + tl.arange(0, each * 16)
-    squared, before = load_early(
-        squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
-    )
+    if not early:
+        squared, before = load_early(
+            squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
+        )
     finish(
         result, second, None, None, squares, squared, before, bias, slots, norm, out, weighted,
         squares_out, part, m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
@@ -171,7 +188,7 @@ def product(
     """Multiply, and apply an epilogue. With norms, out is the residual; return it under the next
     norm, with a deferred scale."""
     (rows, num_out), inner = out.shape, weight.in_features
-    tile = tile or tile_for(rows, weight.out_features, inner)
+    tile = tile or tile_for(rows, weight.out_features, inner, activation is not None)
     features = tile.blocks * fragments.FEATURES // (1 if activation is None else 2)
     programs = triton.cdiv(num_out, features) * triton.cdiv(rows, tile.rows)
     norm, made = None, Normed(out)
@@ -190,9 +207,14 @@ def product(
         None if norms is None else made.x, made.squares, partial, arrived,
         rows, num_out, num_parts, x.x.stride(0), out.stride(0), x.eps,
         **constants(x.x, weight, tile), ACTIVATION=activation, SHARE=share, SHARES=tile.shares,
-        PARTS=PARTS, **overlap(),
+        PARTS=_parts(num_parts, tile.rows), **overlap(),
     )  # fmt: skip
     return made
+
+
+def _parts(num_parts: int, rows: int) -> int:
+    """Return how many partial sums of squares of each row are read at a time."""
+    return min(triton.next_power_of_2(max(1, num_parts)), MOST_LOADED // rows)
 
 
 def unpack(weight: QuantizedWeight, dtype: torch.dtype, chosen: Tensor | None = None) -> Tensor:
@@ -220,7 +242,6 @@ def constants(x: Tensor, weight: QuantizedWeight, tile: FragmentTile) -> dict[st
         "SLICES": tile.slices, "ROWS": tile.rows, "AHEAD": tile.ahead, "STAGES": tile.stages,
         "DTYPE": DTYPES[x.dtype],
         "PRECISION": "ieee" if x.dtype is torch.float32 else None, "num_warps": tile.num_warps,
-        "maxnreg": tile.registers,
     }  # fmt: skip
 
 

@@ -12,6 +12,9 @@ from slotzero.kernels.weights import WeightFormat
 DEPTH, LEAST_DEPTH, LEAST_FLOAT8 = 128, 64, 32  # float8 products have steps of 32
 STAGES = 4
 MOST_SHARES, LEAST_SHARE = 8, 512  # values of the inner dimension
+# Numbers whose scales are applied before the product: features of a tile at most, and bytes of
+# shared memory for each number.
+MOST_MIXED, MIXED_BYTES = 64, 14
 AT_ONCE = 2  # programs per multiprocessor whose loads together keep the memory busy
 
 
@@ -75,15 +78,18 @@ def tile_for(
 def cut(
     rows: int, features: int, format: WeightFormat, in_features: int, dtype: torch.dtype
 ) -> CodesTile:
-    """Return the tile of this size, with the depth and the stages that format and card allow."""
+    """Return the tile of this size, or of fewer features, with the depth and the stages that format
+    and card allow."""
     float8 = multiplies_float8(format, in_features)
     step = _step(format, in_features)
     by_sums = float8 or step >= LEAST_DEPTH
     depth = min(step, DEPTH) if by_sums else DEPTH
     if not float8 and dtype.itemsize > 2:  # scalar multiply-adds, for exactness rather than speed
         return CodesTile(rows, 32, min(depth, 32), by_sums, 2, 4)
+    if not by_sums:
+        features = min(features, MOST_MIXED)
     staged = rows * (1 if float8 else dtype.itemsize) + features * format.bits / 8
-    decoded = 0 if float8 else features * dtype.itemsize * depth
+    decoded = 0 if float8 else features * depth * (dtype.itemsize if by_sums else MIXED_BYTES)
     stages = min(STAGES, int((shared_memory() - decoded) / (staged * depth)))
     warps = 8 if rows * features > 64 * 64 else 4
     return CodesTile(rows, features, depth, by_sums, max(2, stages), warps)

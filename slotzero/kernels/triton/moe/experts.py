@@ -30,6 +30,7 @@ from slotzero.kernels.weights import JoinedWeight, LinearWeight, QuantizedWeight
 
 SORTED_BLOCK, LEAST_SORTED = 2048, 512  # choices examined at a time: at most, at least
 PLAN_BLOCKS = 32  # blocks per program of `sort`
+FEW_EACH, FEW_ROWS = 4, 8  # up to so many rows per expert on average, blocks have few rows
 ADDED_BLOCK = 1024
 
 
@@ -47,6 +48,7 @@ class Order(NamedTuple):
     order: Tensor  # [choices] int32: the choice, token * top_k + i, at each sorted place
     blocks: Tensor  # [blocks, 3] int32: expert or -1, first row, number of rows
     tile: ExpertTile
+    most: int  # rows in a block
 
 
 @triton.jit
@@ -174,20 +176,21 @@ def sort(chosen: Tensor, starts: Tensor, dtype: torch.dtype) -> Order:
     [experts + 1]. `dtype` is that of the rows to be multiplied."""
     num_experts, num = len(starts) - 1, chosen.numel()
     tile = tile_for(num / num_experts, dtype, shared_memory())
+    most = min(len(chosen), FEW_ROWS if num <= FEW_EACH * num_experts else tile.rows)
     order = starts.new_empty(num)
     block = min(SORTED_BLOCK, max(LEAST_SORTED, triton.next_power_of_2(num)))
     launch(
         _sort_kernel, (num_experts + 1,), chosen, order, starts, num, BLOCK=block,
         num_warps=max(1, block // 512), **overlap(),
     )  # fmt: skip
-    num_blocks = min(num, triton.cdiv(num, tile.rows) + num_experts)
+    num_blocks = min(num, triton.cdiv(num, most) + num_experts)
     blocks = starts.new_empty(num_blocks, 3)
     launch(
         _blocks_kernel, (triton.cdiv(num_blocks, PLAN_BLOCKS),), starts, blocks, num_blocks,
-        EXPERTS=num_experts, LANES=triton.next_power_of_2(num_experts), ROWS=tile.rows,
+        EXPERTS=num_experts, LANES=triton.next_power_of_2(num_experts), ROWS=most,
         BLOCKS=PLAN_BLOCKS, **overlap(),
     )  # fmt: skip
-    return Order(order, blocks, tile)
+    return Order(order, blocks, tile, most)
 
 
 def gated(
@@ -252,7 +255,7 @@ def _product(
 ) -> None:
     """Multiply rows by their experts' weights -> out. With `shared`, x has one row per token, which
     that many choices share; otherwise it is sorted by expert, see `_product_kernel`."""
-    order, blocks, tile = chosen
+    order, blocks, tile, most = chosen
     if isinstance(weights, JoinedWeight):
         first = 0
         for part in weights.parts:
@@ -261,7 +264,7 @@ def _product(
             first += part.out_features
         return
     if isinstance(weights, QuantizedWeight):
-        experts_quantized.product(x, weights, order, blocks, tile.rows, out, shared, activation)
+        experts_quantized.product(x, weights, order, blocks, most, out, shared, activation)
         return
     inner, num_out, bias = weights.data.shape[2], out.shape[1], weights.bias
     launch(

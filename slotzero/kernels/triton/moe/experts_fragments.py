@@ -9,7 +9,7 @@ from torch import Tensor
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear import fragments
 from slotzero.kernels.triton.linear.activation import activate
-from slotzero.kernels.triton.linear.fragment_codes import multiply, row_of
+from slotzero.kernels.triton.linear.fragment_codes import load_ahead, multiply, row_of
 from slotzero.kernels.triton.linear.linear_fragments import constants, tensors
 from slotzero.kernels.triton.linear.tiles_fragments import FragmentTile, expert_tile
 from slotzero.kernels.types import Activation
@@ -51,11 +51,16 @@ def _product_kernel(
     its_offsets = offsets
     if offsets is not None:
         its_offsets = offsets + before * (GROUPS * CUT * 8)
+    its_codes = codes + before * (depths * parts * 256)
+    its_scales = scales + before * (GROUPS * CUT * 8)
+    ahead = load_ahead(
+        its_codes, its_scales, its_offsets, part * each, apart, apart, 0, depths,
+        INNER, GROUPS, CUT, PER, CODES, BLOCKS, halves, SLICES, AHEAD,
+    )  # fmt: skip
     acc = multiply(
-        x, codes + before * (depths * parts * 256), scales + before * (GROUPS * CUT * 8),
-        its_offsets, source, row < size, part * each, apart, apart, 0, depths, x_stride,
-        INNER, GROUPS, CUT, PER, CODES, ZERO, DECODER, SCALES,
-        BLOCKS, halves, SLICES, ROWS, AHEAD, STAGES, DTYPE, PRECISION, False,
+        ahead, x, its_codes, its_scales, its_offsets, source, row < size, part * each, apart,
+        apart, 0, depths, x_stride, INNER, GROUPS, CUT, PER, CODES, ZERO, DECODER, SCALES,
+        BLOCKS, halves, SLICES, ROWS, AHEAD, STAGES, DTYPE, PRECISION,
     )  # fmt: skip
     n = part * (each * 16) + tl.arange(0, each * 16)
     result = tl.trans(acc)
@@ -85,7 +90,7 @@ def product(
     weights: QuantizedWeight,
     order: Tensor,
     blocks: Tensor,
-    block_rows: int,
+    most: int,
     out: Tensor,
     shared: int | None,
     activation: Activation | None,
@@ -94,7 +99,7 @@ def product(
     """Multiply rows by their experts' weights -> out. With `shared`, x has one row per token, which
     that many choices share; otherwise it is sorted by expert, see `_product_kernel`."""
     num_out, bias = out.shape[1], weights.bias
-    tile = tile or expert_tile(block_rows, weights.in_features)
+    tile = tile or expert_tile(most, weights.in_features)
     features = tile.blocks * fragments.FEATURES // (1 if activation is None else 2)
     launch(
         _product_kernel, (triton.cdiv(num_out, features), len(blocks)),

@@ -11,12 +11,11 @@ from slotzero.kernels.triton.linear import fragments
 from slotzero.kernels.triton.linear.activation import activate
 from slotzero.kernels.triton.linear.codes import multiply
 from slotzero.kernels.triton.linear.linear_quantized import constants, inputs
+from slotzero.kernels.triton.linear.tiles import SLICED_ROWS
 from slotzero.kernels.triton.linear.tiles_quantized import cut
 from slotzero.kernels.triton.moe import experts_fragments
 from slotzero.kernels.types import Activation, Normed
 from slotzero.kernels.weights import QuantizedWeight
-
-FEW_ROWS = 16
 
 
 @triton.jit(do_not_specialize=["x_rows"])
@@ -80,21 +79,21 @@ def product(
     weights: QuantizedWeight,
     order: Tensor,
     blocks: Tensor,
-    block_rows: int,
+    most: int,
     out: Tensor,
     shared: int | None,
     activation: Activation | None,
 ) -> None:
     """Multiply rows by their experts' weights -> out. With `shared`, x has one row per token, which
-    that many choices share; otherwise it is sorted by expert, see `_product_kernel`."""
+    that many choices share; otherwise it is sorted by expert, see `_product_kernel`. A block has
+    at most so many rows."""
     rows, x_scales = inputs(Normed(x), weights)
     if fragments.takes(weights.format):
-        experts_fragments.product(
-            rows.x, weights, order, blocks, block_rows, out, shared, activation
-        )
+        experts_fragments.product(rows.x, weights, order, blocks, most, out, shared, activation)
         return
     num_out, bias = out.shape[1], weights.bias
-    features = 64 if block_rows <= FEW_ROWS else 128
+    block_rows = max(SLICED_ROWS, triton.next_power_of_2(most))
+    features = 64 if block_rows == SLICED_ROWS else 128
     tile = cut(block_rows, features, weights.format, weights.in_features, rows.x.dtype)
     each = tile.features if activation is None else tile.features // 2
     launch(
