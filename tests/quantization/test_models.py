@@ -18,7 +18,7 @@ from traced import Traced, prompts_of
 
 from slotzero import LLM, SamplingParams
 from slotzero.checkpoint.tiny import tiny_names
-from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
+from slotzero.errors import ConfigError, UnsupportedModelError
 from slotzero.executor import build
 from slotzero.kernels.cpu.kernels import CpuKernels
 from slotzero.kernels.quantized import dequantise, quantise
@@ -222,28 +222,6 @@ def test_fp8_blocks_stay_packed(oracles: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "names",
-    [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale",)],
-)
-def test_scales_of_a_float8_cache_are_allowed(
-    names: tuple[str, ...], oracles: Any, tmp_path: Path
-) -> None:
-    """The cache is kept in 16 bits, with the same results as without them."""
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-    settings = compressed(4, 32, kv_cache_scheme=scheme)
-    folder = write(tmp_path / "model", oracles("llama"), settings, packed_ints(4, 32))
-    without, file = answers(folder)[0], folder / "model.safetensors"
-    scales = {f"model.layers.{i}.self_attn.{name}": torch.ones(1) for i in (0, 1) for name in names}
-    save_file(load_file(file) | scales, file, {"format": "pt"})
-    assert answers(folder)[0] == without
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CorruptCheckpointError, match="is missing"):
-        answers(folder)
-
-
-@pytest.mark.parametrize(
     ("family", "more"),
     [("llama", {}), ("mimo-v2", {}), ("mimo-v2", {"enable_dp_attention": True})],
 )
@@ -333,15 +311,6 @@ def test_a_bias_of_zeros_may_be_stored(value: float, oracles: Any, tmp_path: Pat
     else:
         with pytest.raises(UnsupportedModelError, match=r"o_proj\.bias is unknown"):
             answers(folder)
-
-
-def test_an_fp8_cache_that_is_asked_for_is_reported(
-    oracles: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-    settings = compressed(4, 32, kv_cache_scheme=cache)
-    answers(write(tmp_path / "model", oracles("llama"), settings, packed_ints(4, 32)))
-    assert "FP8 KV cache, which is not implemented" in caplog.text
 
 
 def test_what_is_quantised_is_not_converted(oracles: Any, tmp_path: Path) -> None:
