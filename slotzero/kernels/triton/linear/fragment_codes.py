@@ -399,9 +399,9 @@ def multiply(
         if not late:
             pairs, shifts = next_pairs, next_shifts
     if late:
-        acc *= _spread(pairs[0], SCALES, SLICES, BLOCKS, ROWS)  # type: ignore[misc]
+        acc *= _spread(pairs[0], SCALES, SLICES, BLOCKS, ROWS)
         if has_offsets:
-            acc += totals * _spread(shifts[0], tl.float32, SLICES, BLOCKS, ROWS)  # type: ignore[misc]
+            acc += totals * _spread(shifts[0], tl.float32, SLICES, BLOCKS, ROWS)
     if SLICES == 1:
         return acc
     else:  # noqa: RET505

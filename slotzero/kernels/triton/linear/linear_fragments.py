@@ -214,7 +214,8 @@ def product(
 
 def _parts(num_parts: int, rows: int) -> int:
     """Return how many partial sums of squares of each row are read at a time."""
-    return min(triton.next_power_of_2(max(1, num_parts)), MOST_LOADED // rows)
+    padded: int = triton.next_power_of_2(max(1, num_parts))
+    return min(padded, MOST_LOADED // rows)
 
 
 def unpack(weight: QuantizedWeight, dtype: torch.dtype, chosen: Tensor | None = None) -> Tensor:
