@@ -22,6 +22,7 @@ GROUPS = (
     ("linear", "latent"),
     ("verify", "decode"),
     ("quantized", "prefill", "recurrent"),
+    ("float8_kv", "far_pages", "fragments"),
     ("model", "sample", "speculation", "experts", "kernels", "trees", "tune"),
 )
 """Tests that share a process, because starting one takes seconds; all groups take equally long."""
