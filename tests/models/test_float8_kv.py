@@ -144,7 +144,7 @@ def test_every_layer_of_a_random_model_has_its_own_scales(
     scales = scales_of(model, group, **more)
     num_kinds = 1 if "deepseek" in model else 2
     assert len(scales.unique()) == num_kinds * len(scales)
-    assert ((scales >= 0.01) & (scales <= 0.03)).all()
+    assert ((scales >= 0.05) & (scales <= 0.15)).all()
 
 
 def test_drafters_keep_their_kv_in_fp8_too() -> None:
