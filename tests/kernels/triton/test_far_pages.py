@@ -11,8 +11,6 @@ from agreement import bits, ints
 from test_decode import SHORT
 from test_decode import Case as DecodeCase
 from test_float8_kv import (
-    KINDS,
-    MLA,
     SCALES,
     given_to_decode,
     given_to_mla,
@@ -32,6 +30,8 @@ from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.types import PagedKv
 
 FAR = 2**31
+KINDS = [((4, 2, 16, 8), {}), ((2, 1, 24, 16), {"stores": False, "norms_values": True})]
+MLA = (2, 16, 8, 8, 8, 8)  # heads, latent, rope_dim, nope_dim, v_head_dim, page size
 
 
 @pytest.fixture(params=["codes", "numbers"])
@@ -66,26 +66,26 @@ def check(case, given, device, half, has_codes):
     return plan
 
 
-@pytest.mark.parametrize(("shape", "kind"), [KINDS[0], KINDS[4]])
+@pytest.mark.parametrize(("shape", "kind"), KINDS)
 @pytest.mark.parametrize("plan", [DecodePlan, StreamKPlan])
 def test_decode(device, half, has_codes, shape, kind, plan, monkeypatch):
     fewest = 1 if plan is StreamKPlan else 10**9
     monkeypatch.setattr(decode_stream_k, "FEWEST_ROWS", fewest)
     monkeypatch.setattr(decode_stream_k, "num_processors", lambda: 10)
     monkeypatch.setattr(decode_stream_k, "shape_for", lambda *_: SHORT)
-    monkeypatch.setattr(decode, "cut_for", lambda rows: (20, 16))
-    case = DecodeCase(shape, [1, 33, 50], device, **kind)
+    monkeypatch.setattr(decode, "cut_for", lambda rows: (8, 16))
+    case = DecodeCase(shape, [1, 33], device, **kind)
     assert isinstance(check(case, given_to_decode(case), device, half, has_codes), plan)
 
 
-@pytest.mark.parametrize(("shape", "kind"), [KINDS[0], KINDS[4]])
+@pytest.mark.parametrize(("shape", "kind"), KINDS)
 def test_verify(device, half, has_codes, shape, kind, monkeypatch):
-    monkeypatch.setattr(verify, "cut_for", lambda *_: (10, 16, True))
-    case = VerifyCase(shape, 3, [3, 1], device, starts=[40, 3], **kind)
+    monkeypatch.setattr(verify, "cut_for", lambda *_: (4, 16, True))
+    case = VerifyCase(shape, 3, [3, 1], device, starts=[20, 3], **kind)
     check(case, given_to_verify(case), device, half, has_codes)
 
 
-@pytest.mark.parametrize(("shape", "kind"), [KINDS[0], KINDS[4]])
+@pytest.mark.parametrize(("shape", "kind"), KINDS)
 def test_prefill(device, half, has_codes, shape, kind):
     step = Step(shape, [(0, 20), (31, 2)], **kind)
     check(step, given_to_prefill(step), device, half, has_codes)
@@ -94,7 +94,7 @@ def test_prefill(device, half, has_codes, shape, kind):
 @pytest.mark.parametrize("expanded", [False, True])
 def test_mla(device, half, has_codes, expanded, monkeypatch):
     monkeypatch.setattr(mla_prefill, "LEAST", 1 if expanded else 10**9)
-    for rows, kind in (([(40, 1), (7, 1)], {"span": 1, "decode": True}), ([(0, 9), (37, 5)], {})):
+    for rows, kind in (([(20, 1), (7, 1)], {"span": 1, "decode": True}), ([(0, 5), (17, 3)], {})):
         case = MlaCase(MLA, rows, device, **kind)
         check(case, given_to_mla(case), device, half, has_codes)
 
