@@ -20,7 +20,7 @@ from slotzero.text.tokenizer import Tokenizer
 
 _DEFAULT_STD = 0.02
 _A_LOG_MEAN = -2.0  # states that decay slowly, so that an error in a state stays visible for long
-_LEAST_SCALE, _MOST_SCALE = 0.05, 0.15  # of an FP8 KV cache: few keys and values are beyond it
+_LEAST_SCALE, _MOST_SCALE = 0.02, 0.06  # of an FP8 KV cache: few keys and values are beyond it
 _ONES = ("norm.weight", "norm_1.weight", "norm_2.weight", "scalar", "router.scale", "expert_scale",
          "norm_f.weight")  # fmt: skip
 
