@@ -16,7 +16,7 @@ DEFAULT_MODEL = "smollm2"
 BACKENDS = ("auto", "eager", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
-KV_CACHE_DTYPES = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "none", "fp8")
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
 DRAFTERS = ("eagle", "eagle3", "mtp", "ngram", "draft")
 MAX_STEPS = 15
@@ -51,8 +51,8 @@ class EngineConfig:
     (float16 for a large GGUF file), and float32 on a CPU."""
     kv_cache_dtype: str = "auto"
     """Data type of the KV cache: fp8 (e4m3, with the checkpoint's scales or none) holds twice as
-    many tokens as 16 bits; auto is fp8 if the checkpoint's config asks for it, else the same as
-    dtype. A drafter's KV has the same type."""
+    many tokens as 16 bits; none is the same as dtype; auto is fp8 if the checkpoint's config asks
+    for it, else none. A drafter's KV has the same type."""
     backend: str = "auto"
     """How steps run: cuda (CUDA graphs), cpu (compiled code), eager (nothing is recorded), or auto
     for the fastest one that this machine supports."""

@@ -1,7 +1,8 @@
-"""How much quantised weights change a model's predictions.
+"""How much quantised weights or an FP8 KV cache change a model's predictions.
 
-The model with quantised weights and the same model as reference predict every token of the same
-windows of text, window by window. This module does not know how weights are quantised.
+The quantised model and the same model as reference predict every token of the same windows of text,
+window by window. The reference's KV cache is not quantised. This module does not know how weights
+or keys and values are quantised.
 """
 
 import hashlib
@@ -107,10 +108,9 @@ def run_accuracy(model: str, settings: Mapping[str, Any], spec: AccuracySpec) ->
     context = _context(spec.context, parse_config(checkpoint.config).max_position)
     text, source = read_text(spec.text), str(spec.text or PYTHON_TEXT)
     windows = cut(checkpoint.tokenizer(), text, context, spec.max_tokens, f"text {source}")
-    reference, quantized = (
-        Scorer(replace(config, quantization=quantization, **_small(context)))
-        for quantization in (spec.reference, config.quantization)
-    )
+    config = replace(config, **_small(context))
+    plain = replace(config, quantization=spec.reference, kv_cache_dtype="none")
+    reference, quantized = Scorer(plain), Scorer(config)
     tally = compare(reference, quantized, windows, config.show_progress)
     return {
         **_setting(model, reference, quantized),
@@ -145,12 +145,13 @@ def compare(
 def sheets(report: Report) -> list[Sheet]:
     perplexity, divergence = report["perplexity"], report["kl_divergence"]
     reference, quantized = report["reference_quantization"], report["quantization"]
-    weights = report["weight_bytes"]
+    weights, cache = report["weight_bytes"], report["kv_cache_dtype"]
     rows = [
         ("hardware", f"{report['hardware']} ({report['device']}, {report['dtype']})"),
         ("backend", f"{report['backend']}, {report['kernels']} kernels"),
         ("quantization", f"{quantized}, compared with {reference}"),
         ("weights", f"{show(weights['quantized'])}, reference {show(weights['reference'])}"),
+        ("KV cache", f"{cache['quantized']}, reference {cache['reference']}"),
         ("text", f"{report['text']}, {report['windows']} windows of {report['context']} tokens"),
         ("predicted", f"{report['tokens']:,} tokens"),
         (
@@ -167,10 +168,11 @@ def sheets(report: Report) -> list[Sheet]:
 
 def _check(settings: Mapping[str, Any], spec: AccuracySpec) -> None:
     refuse_ranks(settings, "bench accuracy")
-    if settings.get("quantization", "auto") == spec.reference:
+    has_plain_cache = settings.get("kv_cache_dtype", "auto") != "fp8"
+    if settings.get("quantization", "auto") == spec.reference and has_plain_cache:
         raise ConfigError(
             f"--quantization {spec.reference} is the reference too: choose --quantization fp8, "
-            "int8, int4 or auto, or another --reference-quantization"
+            "int8, int4 or auto, another --reference-quantization, or --kv-cache-dtype fp8"
         )
     for name, value, why in _FIXED:
         if settings.get(name, value) != value:
@@ -211,6 +213,10 @@ def _setting(model: str, reference: Scorer, quantized: Scorer) -> Report:
         "weight_bytes": {
             "reference": reference.engine.worker.weight_bytes,
             "quantized": worker.weight_bytes,
+        },
+        "kv_cache_dtype": {
+            "reference": reference.engine.limits.kv_cache_dtype,
+            "quantized": limits.kv_cache_dtype,
         },
         "versions": hardware.versions(),
     }

@@ -14,11 +14,13 @@ import torch
 
 from slotzero.errors import CorruptCheckpointError
 from slotzero.models.checkpoint import Checkpoint
-from slotzero.models.tensors import expected_tensors
+from slotzero.models.tensors import expected_tensors, scales_of_cache
+from slotzero.quantization.method import CACHE_SCALES
 from slotzero.text.tokenizer import Tokenizer
 
 _DEFAULT_STD = 0.02
 _A_LOG_MEAN = -2.0  # states that decay slowly, so that an error in a state stays visible for long
+_LEAST_SCALE, _MOST_SCALE = 0.02, 0.06  # of an FP8 KV cache: few keys and values are beyond it
 _ONES = ("norm.weight", "norm_1.weight", "norm_2.weight", "scalar", "router.scale", "expert_scale",
          "norm_f.weight")  # fmt: skip
 
@@ -38,7 +40,7 @@ class DummyCheckpoint(Checkpoint):
         self.name = name
         self.config = config
         self.eos_token_ids = eos_token_ids
-        self._shapes = expected_tensors(config)
+        self._shapes = expected_tensors(config) | scales_of_cache(config)
         self._make_tokenizer = make_tokenizer
         self._sampling = sampling
         self._seed = seed
@@ -53,6 +55,8 @@ class DummyCheckpoint(Checkpoint):
         if name.endswith(_ONES):
             return torch.ones(shape)
         generator = torch.Generator().manual_seed(tensor_seed(self._seed, name))
+        if name.endswith(CACHE_SCALES):
+            return torch.empty(shape).uniform_(_LEAST_SCALE, _MOST_SCALE, generator=generator)
         std = float(self.config.get("initializer_range") or _DEFAULT_STD)
         mean = _A_LOG_MEAN if name.endswith("A_log") else 0.0
         return torch.empty(shape).normal_(mean, std, generator=generator)

@@ -18,7 +18,7 @@ Measure one of:
   graphs      every captured graph by itself
   cost        a decode step, by batch size and context length
   serve       a running server, with requests that arrive at random times
-  accuracy    how much quantised weights change the predictions of a text
+  accuracy    how much quantised weights or an FP8 KV cache change the predictions of a text
 
 Except for accuracy, prompts are random token ids, sampling is greedy and answers have a fixed
 length. Prefix caching is off. Prints a table, and then one line of JSON.

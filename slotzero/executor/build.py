@@ -247,10 +247,8 @@ class _Builder:
         """Register the scales [layers, 2] of each group; none if pages hold numbers."""
         if self._kv_dtype is not CODES:
             return {}
-        read: dict[str, Tensor] = {}
-        if self._config.load_format != "dummy":
-            read |= read_cache_scales(self._model, self._checkpoint)
-            read |= loaded.drafter.read_cache_scales() if loaded.drafter else {}
+        read = read_cache_scales(self._model, self._checkpoint)
+        read |= loaded.drafter.read_cache_scales() if loaded.drafter else {}
         return {
             s.name: self._registry.constant(
                 f"{KV_SCALES}_{s.name}",

@@ -144,7 +144,8 @@ def choose_kv_dtype(
 ) -> torch.dtype:
     """Return the dtype of KV pages; codes of FP8 are bytes."""
     stored = model.quantization.stored
-    if wanted == "auto" and (stored is None or not stored.kv_cache_scheme):
+    asked = stored is not None and stored.kv_cache_scheme
+    if wanted == "none" or (wanted == "auto" and not asked):
         return dtype
     if kernels.has_float8_kv:
         return CODES

@@ -45,6 +45,23 @@ def read_mtp_scales(model: ModelConfig, checkpoint: Checkpoint) -> Tensor:
     return scales
 
 
+def scale_names(model: ModelConfig) -> list[str]:
+    """Return a name for each scale that a checkpoint of this model may have, MTP layers included.
+
+    Random checkpoints have all of them, so that every layer has scales of its own.
+    """
+    held = [i for group in model.groups for i in group.layers]
+    layers = [(model.layers[i], model.names.layer.format(layer=i)) for i in held]
+    if model.mtp is not None:
+        prefixes = (mtp_layer_prefix(model, index) for index in range(model.num_mtp_layers))
+        layers += [(model.mtp.layer, prefix) for prefix in prefixes]
+    return [
+        f"{prefix}{_attention_of(layer).prefix}.{which}_scale"
+        for layer, prefix in layers
+        for which in ("k" if isinstance(layer.mixer, MlaAttention) else "kv")
+    ]
+
+
 class _Found:
     """The scales that a checkpoint has for some layers, and which of them were read."""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slotzero.distributed.ranks import ALONE
+from slotzero.models.cache_scales import scale_names
 from slotzero.models.config import ModelConfig
 from slotzero.models.families.family import parse_config
 from slotzero.models.families.gemma4_assistant import MODEL_TYPE, parse_assistant
@@ -24,6 +25,13 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for index in range(model.num_mtp_layers):
         params += mtp_params(model, index, ALONE)
     return _shapes(params)
+
+
+def scales_of_cache(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the scales of an FP8 KV cache that such a checkpoint may have."""
+    if config.get("model_type") == MODEL_TYPE:
+        return {}  # an assistant keeps no KV
+    return dict.fromkeys(scale_names(parse_config(config)), ())
 
 
 def _shapes(params: list[StackedParam]) -> dict[str, tuple[int, ...]]:

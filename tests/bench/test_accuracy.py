@@ -167,6 +167,14 @@ def test_fewer_bits_diverge_more() -> None:
 
 
 @pytest.mark.slow
+def test_an_fp8_kv_cache_is_compared_with_a_plain_one(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run(capsys, *TINY, *SHORT, "--quantization", "none", "--kv-cache-dtype", "fp8")
+    assert report["kv_cache_dtype"] == {"reference": "float32", "quantized": "fp8"}
+    assert report["weight_bytes"]["reference"] == report["weight_bytes"]["quantized"]
+    assert 0 < report["kl_divergence"]["mean"] < 0.1
+
+
+@pytest.mark.slow
 def test_the_swapped_models_have_swapped_perplexities() -> None:
     plain, coarse = scorer("tiny:llama"), scorer("tiny:llama", quantization="int4")
     made = some_windows(259)

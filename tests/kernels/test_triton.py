@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ GROUPS = (
     ("linear", "latent"),
     ("verify", "decode", "fragments"),
     ("quantized", "prefill", "recurrent"),
+    ("float8_kv", "far_pages", "fragments"),
     ("model", "sample", "speculation", "experts", "kernels", "trees", "tune"),
 )
 """Tests that share a process, because starting one takes seconds; all groups take equally long."""
@@ -190,14 +192,99 @@ def test_fragments_stay_in_registers(monkeypatch, name):
     assert "async_copy_global_to_local" in text
 
 
-def compile_instead(monkeypatch, module, compiled):
-    """Let the launches of a module compile for an H200, which needs no GPU, and not run."""
+PAGED = ("decode", "decode_stream_k", "verify", "prefill", "mla", "mla_plan", "mla_prefill",
+         "mla_rows", "per_head")  # fmt: skip
+
+
+TREES = "slotzero.kernels.triton.speculation.trees"
+COMPILED = {
+    "heads": {"_decode_kernel", "_stream_k_kernel", "_verify_kernel", "_rope_store_kernel",
+              "_attend_kernel", "_move_kv_kernel"},
+    "latent": {"_store_kernel", "_attend_kernel", "_move_kv_kernel"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_kernels_over_fp8_pages_have_one_type_for_each_variable(monkeypatch, name):
+    """The interpreter accepts what the compiler's front end refuses."""
+    pytest.importorskip("triton", reason="triton has no wheel for this platform")
+    from slotzero.kernels.triton.kernels import TritonKernels
+    from slotzero.kernels.types import (
+        Angles,
+        Heads,
+        MlaShape,
+        MlaWeights,
+        PagedKv,
+        QkNorms,
+        Rows,
+        Tokens,
+    )
+
+    compiled, kernels = [], TritonKernels()
+    translate_only(monkeypatch)
+    for file in PAGED:
+        module = importlib.import_module(f"slotzero.kernels.triton.attention.{file}")
+        compile_instead(monkeypatch, module, compiled, only="kv_pages")
+        monkeypatch.setattr(module, "shared_memory", lambda: 227 << 10, raising=False)
+        monkeypatch.setattr(module, "num_processors", lambda: 132, raising=False)
+    compile_instead(monkeypatch, importlib.import_module(TREES), compiled, only="kv_pages")
+
+    def ints(*shape):
+        return torch.zeros(*shape, dtype=torch.int32)
+
+    def numbers(*shape):
+        return torch.empty(*shape, dtype=torch.bfloat16)
+
+    mla = MlaShape(nope_dim=16, rope_dim=16, v_head_dim=16) if name == "latent" else None
+    heads = Heads(4, 1, 32, 16, 1e-6, 1.0, mla=mla) if mla else Heads(4, 2, 32, 32, 1e-6, 1.0)
+    pages = torch.empty(2, 4, 16, heads.num_kv_heads, heads.row_size, dtype=torch.uint8)
+    stacked = PagedKv(pages, ints(65, 4), torch.ones(2, 2))
+    weights = MlaWeights(numbers(16), numbers(4, 16, 16), numbers(4, 16, 16))
+    rows = [Rows(*(ints(4) for _ in range(4)), span=span) for span in (2, 0)]
+    for num, its_rows in ((8, None), (32, None), (8, rows[0]), (32, rows[1])):
+        tokens, angles = Tokens(ints(num), ints(num)), Angles(*torch.empty(2, num, 1, 16))
+        plan, kv = kernels.plan(tokens, its_rows, heads), stacked.of_layer(1)
+        if mla is not None:
+            q, k = numbers(num, 4 * 32), numbers(num, 32)
+            kernels.mla_attention(q, k, weights, angles, kv, plan, heads)
+        else:
+            norms = QkNorms(numbers(32), numbers(32))
+            kernels.attention(numbers(num, sum(heads.sizes)), norms, None, angles, kv, plan, heads)
+    kernels.move_kv(ints(4), ints(65), ints(4), ints(4, 8), stacked)
+    assert {one.name for one in compiled} == COMPILED[name]
+
+
+def translate_only(monkeypatch):
+    """End compilation after the front end: the rest takes seconds for each kernel."""
+    import triton
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    compile, ended = triton.compile, RuntimeError("the front end is done")
+
+    def end(*_):
+        raise ended
+
+    def translate(source, **kwargs):
+        with pytest.raises(RuntimeError, match=str(ended)):
+            compile(source, **kwargs)
+        return SimpleNamespace(name=source.fn.__name__)
+
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    monkeypatch.setattr(CUDABackend, "make_ttgir", end)
+    monkeypatch.setattr(triton, "compile", translate)
+
+
+def compile_instead(monkeypatch, module, compiled, only=None):
+    """Let the launches of a module compile for an H200, which needs no GPU, and not run; `only`
+    those of kernels with this argument, and each kernel once."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     def compile_only(kernel, grid, *args, **kwargs):
         names = kernel.arg_names
+        if only and (only not in names or kernel.__name__ in [one.name for one in compiled]):
+            return
         given = dict(zip(names, args, strict=False)) | kwargs
         options = {key: given.pop(key) for key in list(given) if key not in names}
         signature, constants, aligned = {}, {}, {}
@@ -216,4 +303,5 @@ def compile_instead(monkeypatch, module, compiled):
         compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
 
     monkeypatch.setattr(module, "launch", compile_only)
-    monkeypatch.setattr(module, "overlap", lambda: {"PDL": True, "launch_pdl": True})
+    overlap = {"PDL": True, "launch_pdl": True}
+    monkeypatch.setattr(module, "overlap", lambda: overlap, raising=False)

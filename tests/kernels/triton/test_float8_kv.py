@@ -3,6 +3,8 @@
 The cases are those of the tests of each kernel, with their pages as codes.
 """
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import triton
@@ -13,6 +15,7 @@ from test_latent import Case as MlaCase
 from test_prefill import Step
 from test_verify import STARTS
 from test_verify import Case as VerifyCase
+from torch import Tensor
 
 from slotzero.kernels.attention_plans import DecodePlan, PrefillPlan, StreamKPlan, VerifyPlan
 from slotzero.kernels.float8_kv import CODES, from_codes, to_codes
@@ -21,7 +24,16 @@ from slotzero.kernels.triton.attention import decode, decode_stream_k, mla_prefi
 from slotzero.kernels.triton.attention.float8 import as_query, as_read, as_stored, numbers
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
-from slotzero.kernels.types import Angles, Branches, MlaWeights, PagedKv, QkNorms, Rows, Tokens
+from slotzero.kernels.types import (
+    Angles,
+    Branches,
+    Heads,
+    MlaWeights,
+    PagedKv,
+    QkNorms,
+    Rows,
+    Tokens,
+)
 
 REFERENCE = ReferenceKernels()
 SCALES = torch.tensor([0.011, 0.03])  # some keys and values are beyond 448 of them
@@ -41,39 +53,61 @@ def in_codes(pages, heads):
     return torch.cat((to_codes(k, SCALES[0]), to_codes(v, SCALES[1])), dim=-1)
 
 
-def compare(case, inputs, tokens, rows, branches, pages, device, dtype, num_layers=1):
+class Given(NamedTuple):
+    """What the kernels of one step are given, beside the KV cache; on the CPU, in float32."""
+
+    heads: Heads
+    inputs: tuple[Tensor | None, ...]
+    tokens: Tokens
+    rows: Rows | None
+    branches: Branches | None
+    angles: Angles
+
+    def run(self, kernels, where, dtype, kind, cache, num_layers=1):
+        """Run equal layers with one plan, each over its own copy of the cache.
+
+        Inputs are rounded to `dtype` and passed as `kind`; return the last layer's result and
+        pages, and the plan."""
+
+        def there(parts):
+            return None if parts is None else type(parts)(*(moved(t, where) for t in parts[:4]))
+
+        rows = self.rows and there(self.rows)._replace(span=self.rows.span)
+        plan = kernels.plan(there(self.tokens), rows, self.heads, there(self.branches))
+        for _ in range(num_layers):
+            kv, given = cache(), [rounded(t, dtype, where, kind) for t in self.inputs]
+            run = kernels.attention
+            if self.heads.mla is None:
+                given = [given[0], QkNorms(*given[1:3]), given[3]]
+            else:
+                run, given = kernels.mla_attention, [*given[:2], MlaWeights(*given[2:])]
+            out = run(*given, there(self.angles), kv, plan, self.heads)
+        return out.float().cpu(), kv.pages, plan
+
+
+def compare(case, given, device, dtype, num_layers=1):
     """Run both kernel sets over the case; return the kernels' plan."""
-    heads, codes = case.heads, in_codes(pages, case.heads)
-    sides = []
+    codes, sides = in_codes(pages_of(case), case.heads), []
     for kernels, where, kind in (
         (REFERENCE, torch.device("cpu"), torch.float32),
         (TritonKernels(), device, dtype),
     ):
 
-        def there(parts, where=where):
-            return None if parts is None else type(parts)(*(moved(t, where) for t in parts[:4]))
+        def cache(where=where):
+            return PagedKv(moved(codes, where), moved(case.table, where), moved(SCALES, where))
 
-        its_rows = rows and there(rows)._replace(span=rows.span)
-        plan = kernels.plan(there(tokens), its_rows, heads, there(branches))
-        first, *others, angles = inputs
-        for _ in range(num_layers):
-            kv = PagedKv(moved(codes, where), moved(case.table, where), moved(SCALES, where))
-            given = [rounded(t, dtype, where, kind) for t in (first, *others)]
-            run = kernels.attention
-            if heads.mla is None:
-                q_norm, k_norm, sinks = given[1:]
-                given = [given[0], QkNorms(q_norm, k_norm), sinks]
-            else:
-                run, given = kernels.mla_attention, [*given[:2], MlaWeights(*given[2:])]
-            out = run(*given, there(angles), kv, plan, heads)
-        sides.append((out.float().cpu(), kv.pages.cpu()))
-    (expected, want), (got, stored) = sides
-    assert (got[tokens.slots == 0] == 0).all()
+        sides.append(given.run(kernels, where, dtype, kind, cache, num_layers))
+    (expected, want, _), (got, stored, plan) = sides
+    real = given.tokens.slots > 0
+    assert (got[~real] == 0).all()
     close = {"rtol": 1e-4, "atol": 2e-5} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 4e-2}
-    real = tokens.slots > 0
     assert torch.allclose(got[real], expected[real], **close), (got - expected)[real].abs().max()
-    same_codes(stored, want, dtype)
+    same_codes(stored.cpu(), want, dtype)
     return plan
+
+
+def pages_of(case):
+    return case.pages if case.heads.mla is not None else case.kv
 
 
 def rounded(tensor, dtype, device, kind):
@@ -89,32 +123,45 @@ def same_codes(got, want, dtype):
     assert torch.allclose(*numbers, rtol=2**-3, atol=noise, equal_nan=True)
 
 
+def given_to_decode(case):
+    inputs = case.joined, *case.norms, case.sinks
+    return Given(case.heads, inputs, case.tokens, None, None, case.angles)
+
+
+def given_to_verify(case):
+    inputs, (_, _, rows) = (case.joined, *case.norms, case.sinks), case.given()
+    rows = Rows(*(t.cpu() for t in rows[:4]), span=rows.span)
+    branches = case.branches() and Branches(*(t.cpu() for t in case.branches()))
+    return Given(case.heads, inputs, case.tokens, rows, branches, case.angles)
+
+
+def given_to_prefill(step):
+    tokens = Tokens(step.token_slots, step.positions)
+    rows = Rows(step.slots, step.starts, step.counts, step.ends)
+    inputs = step.joined, step.q_norm, step.k_norm, step.sinks
+    return Given(step.heads, inputs, tokens, rows, step.branches, step.angles)
+
+
+def given_to_mla(case):
+    inputs = case.q, case.k, case.k_norm, case.up_k, case.up_v
+    branches = case.branches if case.trees else None
+    return Given(case.heads, inputs, case.tokens, case.rows, branches, case.angles)
+
+
 def check_decode(case, device, dtype=torch.float32, **more):
-    inputs = case.joined, *case.norms, case.sinks, case.angles
-    return compare(case, inputs, case.tokens, None, None, case.kv, device, dtype, **more)
+    return compare(case, given_to_decode(case), device, dtype, **more)
 
 
 def check_verify(case, device, dtype=torch.float32, **more):
-    _, _, rows = case.given()
-    inputs = case.joined, *case.norms, case.sinks, case.angles
-    rows = Rows(*(t.cpu() for t in rows[:4]), span=rows.span)
-    branches = case.branches() and Branches(*(t.cpu() for t in case.branches()))
-    return compare(case, inputs, case.tokens, rows, branches, case.kv, device, dtype, **more)
+    return compare(case, given_to_verify(case), device, dtype, **more)
 
 
 def check_prefill(step, device, dtype=torch.float32):
-    tokens = Tokens(step.token_slots, step.positions)
-    rows = Rows(step.slots, step.starts, step.counts, step.ends)
-    inputs = step.joined, step.q_norm, step.k_norm, step.sinks, step.angles
-    return compare(step, inputs, tokens, rows, step.branches, step.kv, device, dtype)
+    return compare(step, given_to_prefill(step), device, dtype)
 
 
 def check_mla(case, device, dtype=torch.float32, **more):
-    inputs = case.q, case.k, case.k_norm, case.up_k, case.up_v, case.angles
-    branches = case.branches if case.trees else None
-    return compare(
-        case, inputs, case.tokens, case.rows, branches, case.pages, device, dtype, **more
-    )
+    return compare(case, given_to_mla(case), device, dtype, **more)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from agreement import NAN, agree, draft_tables, ints, slots_for, spoilt, table_o
 from torch import Tensor
 
 from slotzero.kernels.contract import Kernels
+from slotzero.kernels.float8_kv import from_codes, to_codes
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.speculation import trees
@@ -131,8 +132,8 @@ def test_nodes_are_accepted_along_one_path(device, rows, width, right):
 @pytest.mark.parametrize(
     ("shape", "page", "width"), [((2, 2, 24), 4, 5), ((3, 1, 8), 1, 33), ((1, 5, 250), 16, 63)]
 )
-@pytest.mark.parametrize("is_half", [True, False])
-def test_kv_moves_to_the_positions_of_the_tokens(device, half, is_half, shape, page, width):
+@pytest.mark.parametrize("kind", ["half", "float32", "codes"])
+def test_kv_moves_to_the_positions_of_the_tokens(device, half, kind, shape, page, width):
     """Several entries of a path move by one place, or over each other. Pages are scattered, and
     entries outside paths are NaN, which must not move."""
     torch.manual_seed(width)
@@ -152,11 +153,15 @@ def test_kv_moves_to_the_positions_of_the_tokens(device, half, is_half, shape, p
         stored = torch.randn(layers, count, *shape[1:])
         pages[:, table[slot, places // page].long(), places % page] = stored
 
-    def call(kernels: Kernels, slots, length, num, path, pages, table):
-        kernels.move_kv(slots, length, num, path[:, :width], PagedKv(pages, table))
+    scales = torch.rand(layers, 2) if kind == "codes" else None
 
-    pages = pages.to(half if is_half else torch.float32)
+    def call(kernels: Kernels, slots, length, num, path, pages, table):
+        kernels.move_kv(slots, length, num, path[:, :width], PagedKv(pages, table, scales))
+
+    pages = to_codes(pages, torch.ones(())) if kind == "codes" else pages
+    pages = pages.to(half) if kind == "half" else pages
     *_, moved, _ = agree(device, call, slots, length, num, path, pages, table)
+    moved = from_codes(moved, torch.ones(())) if kind == "codes" else moved
     for slot, count in zip(slots.tolist(), num.tolist(), strict=True):
         places = torch.arange(int(length[slot]) - count, int(length[slot]))
         assert not moved[:, table[slot, places // page].long(), places % page].isnan().any()

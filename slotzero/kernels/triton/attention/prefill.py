@@ -172,11 +172,11 @@ def _rope_store_kernel(
         at = (page * PAGE + position % PAGE) * (KV_HEADS * stored)
         # Heads count on from keys to values; a product, since a choice would hide the alignment.
         side = is_v.to(tl.int64) * (dim - KV_HEADS * stored)
-        target = kv_pages + at + side + (head - HEADS) * stored + pair
+        place = kv_pages + at + side + (head - HEADS) * stored + pair
         k_scale, v_scale = load_kv_scales(kv_scales)
         by, is_stored = tl.where(is_v, v_scale, k_scale), inside & (head >= HEADS)
-        tl.store(target, as_stored(first_out, by, kv_pages), mask=is_stored)
-        tl.store(target + apart, as_stored(second_out, by, kv_pages), mask=is_stored)
+        tl.store(place, as_stored(first_out, by, kv_pages), mask=is_stored)
+        tl.store(place + apart, as_stored(second_out, by, kv_pages), mask=is_stored)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_blocks"])

@@ -126,7 +126,7 @@ def _move_kv_kernel(
         source = _stored_at(pages, start + node, is_moved, page_stride, place_stride, PAGE)
         target = _stored_at(pages, start + place, is_moved, page_stride, place_stride, PAGE)
         inside = is_moved[:, None] & (column < size)[None, :]
-        value = tl.load(kv + source[:, None] + column[None, :], mask=inside, other=0.0)
+        value = tl.load(kv + source[:, None] + column[None, :], mask=inside, other=0)
         tl.debug_barrier()  # all reads come before the first write
         tl.store(kv + target[:, None] + column[None, :], value, mask=inside)
 
@@ -174,7 +174,7 @@ def move_kv(
     block = min(MOVED_BLOCK, triton.next_power_of_2(size))
     launch(
         _move_kv_kernel, (len(slots), num_layers, triton.cdiv(size, block)),
-        slots, length, num_confirmed, path, *kv,
+        slots, length, num_confirmed, path, kv.pages, kv.page_table,
         path.stride(0), kv.page_table.stride(0), size, *kv.pages.stride()[:3],
         PAGE=page_size, PLACES=MOVED_PLACES, BLOCK=block, **overlap(),
     )  # fmt: skip
