@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parent / "triton"
 GROUPS = (
     ("linear", "latent"),
-    ("verify", "decode", "fragments"),
+    ("verify", "decode"),
     ("quantized", "prefill", "recurrent"),
     ("float8_kv", "far_pages", "fragments"),
     ("model", "sample", "speculation", "experts", "kernels", "trees", "tune"),

@@ -44,11 +44,12 @@ FAMILIES = (
     "falcon-h1",  # recurrent layers beside attention
     "qwen3-next",
 )
+COMPILED = ("gemma3", "deepseek-v3")
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
 
 
 def answers(model: str | Path, **settings: Any) -> tuple[list[list[int]], list[Tensor]]:
-    traced = Traced(str(model), **{"backend": "cpu", "max_num_seqs": 2, **FP8, **settings})
+    traced = Traced(str(model), **{"backend": "eager", "max_num_seqs": 2, **FP8, **settings})
     vocab = traced.engine.worker.vocab_size
     tokens = traced.generate(prompts_of([50, 5, 17], vocab), FEW)
     return tokens, [torch.stack(rows) for rows in traced.logits.values()]
@@ -64,13 +65,14 @@ def same(one: Any, other: Any) -> None:
 def test_how_a_prompt_is_cut_changes_nothing(family: str) -> None:
     whole = answers(f"tiny:{family}", max_num_batched_tokens=128)
     same(answers(f"tiny:{family}", max_num_batched_tokens=16), whole)
-    same(answers(f"tiny:{family}", max_num_batched_tokens=16, backend="eager"), whole)
+    if family in COMPILED:
+        same(answers(f"tiny:{family}", max_num_batched_tokens=16, backend="cpu"), whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_results_change_a_little(family: str) -> None:
-    rounded = answers(f"tiny:{family}", backend="eager")[1]
-    plain = answers(f"tiny:{family}", backend="eager", kv_cache_dtype="auto")[1]
+    rounded = answers(f"tiny:{family}")[1]
+    plain = answers(f"tiny:{family}", kv_cache_dtype="auto")[1]
     errors = [
         float((one[0] - other[0]).norm() / other[0].norm())
         for one, other in zip(rounded, plain, strict=True)
@@ -83,9 +85,9 @@ def test_results_change_a_little(family: str) -> None:
 def test_a_plain_torch_reference_gives_the_same(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fast = answers(f"tiny:{family}", backend="eager")
+    fast = answers(f"tiny:{family}")
     monkeypatch.setattr(build, "kernels_for", lambda _: ReferenceKernels())
-    slow = answers(f"tiny:{family}", backend="eager")
+    slow = answers(f"tiny:{family}")
     assert slow[0] == fast[0]
     for one, other in zip(slow[1], fast[1], strict=True):
         assert torch.allclose(one, other, atol=1e-2 * float(other.abs().max()))
@@ -95,7 +97,7 @@ def test_a_plain_torch_reference_gives_the_same(
 def test_a_prefix_that_is_found_is_one_that_is_computed(family: str) -> None:
     prompt = prompts_of([70], 200)[0]
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "snapshot_interval": 16}
-    traced = Traced(f"tiny:{family}", backend="cpu", **FP8, **settings)
+    traced = Traced(f"tiny:{family}", backend="eager", **FP8, **settings)
     first = traced.generate([prompt], FEW), [*traced.logits.values()]
     again = traced.generate([prompt], FEW), [*traced.logits.values()]
     assert traced.engine.schedulers[0].ledger.cache.stats.num_hit_tokens >= 64
