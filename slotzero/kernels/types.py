@@ -203,7 +203,9 @@ class Experts:
     inner_size: int
     activation: Activation
     scores: Literal["sigmoid", "softmax", "softmax_of_chosen"]
-    """How router logits become scores. Sigmoid scores are selected with a correction added."""
+    """How router logits become scores."""
+    is_corrected: bool = False
+    """Add a learned correction per expert to the scores, for the selection only."""
     is_normed: bool = False
     """Divide the weights of the selected experts by their sum."""
     factor: float = 1.0

@@ -28,6 +28,7 @@ class Source:
     column_scales: Sequence[float] | None = None
     whole: int | None = None
     first: int = 0
+    is_one_row: bool = False  # a vector that is stored as a matrix with one row
 
     @property
     def num_taken(self) -> int:
@@ -152,7 +153,8 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(span.whole for span in self.spans)
+        shape = tuple(span.whole for span in self.spans)
+        return (1, *shape) if self.source.is_one_row else shape
 
     @property
     def module(self) -> str:

@@ -41,6 +41,11 @@ BASE = {
 }
 
 
+def _moe(experts: str = "num_experts") -> dict[str, Any]:
+    """Return the fields of six experts; `experts` is the family's name for their number."""
+    return {experts: 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+
 def _kinds(letters: str) -> list[str]:
     kinds = {"f": "full_attention", "r": "linear_attention", "m": "mlp", "e": "moe"}
     return [kinds[letter] for letter in letters]
@@ -290,6 +295,92 @@ FAMILIES = {
             "initializer_range": 0.08,
         },
     ),
+    "qwen2-moe": Family(
+        "Qwen2Moe",
+        {
+            **_moe(),
+            "num_key_value_heads": 4,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "qwen3-moe": Family(
+        "Qwen3Moe", {**_moe(), "head_dim": 32, "norm_topk_prob": True, "decoder_sparse_step": 2}
+    ),
+    "mixtral": Family(
+        "Mixtral",
+        {
+            **_moe("num_local_experts"),
+            "num_attention_heads": 6,
+            "head_dim": 16,
+            "intermediate_size": 40,
+        },
+    ),
+    "glm4-moe": Family(
+        "Glm4Moe",
+        {
+            **_moe("n_routed_experts"),
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "partial_rotary_factor": 0.75,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "glm4-moe-lite": Family(
+        "Glm4MoeLite",
+        {
+            **_moe("n_routed_experts"),
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 40,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 20,
+            "n_shared_experts": 2,
+        },
+    ),
+    "olmoe": Family("Olmoe", {**_moe(), "intermediate_size": 40}),
+    "granite-moe": Family(
+        "GraniteMoe",
+        {
+            **_moe("num_local_experts"),
+            "intermediate_size": 40,
+            "embedding_multiplier": 1.5,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+        },
+    ),
+    "minimax-m2": Family(
+        "MiniMaxM2",
+        {**_moe("num_local_experts"), "head_dim": 24, "rotary_dim": 16, "intermediate_size": 40},
+    ),
+    "ernie-moe": Family(
+        "Ernie4_5_Moe",
+        {
+            **_moe("moe_num_experts"),
+            "num_hidden_layers": 4,
+            "moe_layer_end_index": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "dots1": Family(
+        "Dots1",
+        {
+            **_moe("n_routed_experts"),
+            "n_shared_experts": 2,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "sliding_window": 24,
+            "max_window_layers": 2,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+    ),
     "falcon-h1": Family(
         "FalconH1",
         {
@@ -409,6 +500,7 @@ HYBRIDS = (
     "olmo3",
     "gpt-oss",
     "mimo-v2",
+    "dots1",
 )
 """Families with sliding-window layers."""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from slotzero.kernels.types import Heads
 from slotzero.models.blocks.attention import Attention
 from slotzero.models.config import ModelConfig
 from slotzero.models.families.family import Family
@@ -31,16 +32,25 @@ def parse_llama(config: Config) -> ModelConfig:
     return llama_like(config)
 
 
-def llama_like(
+def llama_like(config: Config, **attention: Any) -> ModelConfig:
+    """Return a model of Llama's shape; for `attention`, see llama_attention."""
+    norms, mlp = pre_norms(config), dense_mlp(config)
+    return model(
+        config, [DecoderLayer(norms, a, mlp) for a in llama_attention(config, **attention)]
+    )
+
+
+def llama_attention(
     config: Config,
     qkv_bias: bool | None = None,  # None: attention_bias decides
     out_bias: bool | None = None,
     is_sliding: IsSliding = never,
+    heads: Heads | None = None,  # None: as configured
     **attention: Any,
-) -> ModelConfig:
-    """Return a model of Llama's shape; `attention` overrides fields of Attention."""
+) -> list[Attention]:
+    """Return the attention of each layer; `attention` overrides fields of Attention."""
     bias, names = bool(config.get("attention_bias", False)), layer_groups(config, is_sliding)
-    groups = kv_groups(config, names, attention_heads(config))
+    groups = kv_groups(config, names, heads or attention_heads(config))
     mixers = {
         name: Attention(
             group,
@@ -51,8 +61,7 @@ def llama_like(
         )
         for name, group in groups.items()
     }
-    norms, mlp = pre_norms(config), dense_mlp(config)
-    return model(config, [DecoderLayer(norms, mixers[name], mlp) for name in names])
+    return [mixers[name] for name in names]
 
 
 LLAMA = partial(tiny, "llama", "LlamaForCausalLM")

@@ -9,11 +9,11 @@ from typing import Any
 
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.types import Experts, Heads
-from slotzero.models.blocks.attention import KvGroup
+from slotzero.models.blocks.attention import Attention, KvGroup
 from slotzero.models.blocks.dense_mlp import DenseMlp
 from slotzero.models.config import FULL, SLIDING, ModelConfig
 from slotzero.models.fields import activation, eps, mapping, positive
-from slotzero.models.layer import DecoderLayer, LayerNorms
+from slotzero.models.layer import DecoderLayer, LayerNorms, Mlp
 from slotzero.models.rope import parse_rope
 
 Config = Mapping[str, Any]
@@ -39,6 +39,16 @@ def model(config: Config, layers: Sequence[DecoderLayer], **overrides: Any) -> M
         "final_softcap": None if softcap is None else float(softcap),
     }
     return ModelConfig(**(standard | overrides))
+
+
+def sparse_model(
+    config: Config, attention: Sequence[Attention], moe: Mlp, **overrides: Any
+) -> ModelConfig:
+    """Return a pre-norm model with this attention in each layer, and experts in sparse layers."""
+    sparse, norms = sparse_layers(config), pre_norms(config)
+    mlps = [moe if is_sparse else dense_mlp(config) for is_sparse in sparse]
+    layers = [DecoderLayer(norms, a, mlp) for a, mlp in zip(attention, mlps, strict=True)]
+    return model(config, layers, **overrides)
 
 
 def pre_norms(config: Config, **overrides: Any) -> LayerNorms:
@@ -240,6 +250,7 @@ def sigmoid_experts(config: Config, num_shared: int = 0, **overrides: Any) -> Ex
         inner_size=positive(config, "moe_intermediate_size"),
         **{"activation": activation(config), **overrides},
         scores="sigmoid",
+        is_corrected=True,
         is_normed=bool(config.get("norm_topk_prob", True)),
         factor=float(config.get("routed_scaling_factor") or 1.0),
         num_shared=num_shared,
