@@ -131,7 +131,13 @@ def _window(position: int, heads: Heads) -> Tensor:
 
 
 def _first(position: int, heads: Heads) -> int:
-    return 0 if heads.window is None else max(0, position + 1 - heads.window)
+    if heads.window is None:
+        return 0
+    return (
+        position - position % heads.window
+        if heads.is_chunked
+        else max(0, position + 1 - heads.window)
+    )
 
 
 def _branch(place: int, base: int, seen: int, position: int, heads: Heads) -> Tensor:

@@ -127,8 +127,8 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
     ) -> Tensor:
         """Attend to the KV cache -> [T, heads, value_dim].
 
-        Each token attends to its own position and those before it, the last `window` of them, or
-        those of its branch; slot 0 gets zeros.
+        Each token attends to its own position and those before it, the last `window` of them, those
+        of its chunk, or those of its branch; slot 0 gets zeros.
         """
 
     def prepare(self, rehearse: Callable[[], None]) -> None:

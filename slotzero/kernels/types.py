@@ -101,6 +101,9 @@ class Heads:
     scale: float
     window: int | None = None
     """Number of keys that a token sees, its own included; None: all of them."""
+    is_chunked: bool = False
+    """The window does not end at a token's own key, but begins at the last multiple of its length:
+    a token sees the keys of its chunk up to its own."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap)."""
     norms_whole: bool = False
@@ -208,6 +211,8 @@ class Experts:
     """Add a learned correction per expert to the scores, for the selection only."""
     is_normed: bool = False
     """Divide the weights of the selected experts by their sum."""
+    scales_input: bool = False
+    """Multiply the input of a token's only expert by its weight, instead of the result."""
     factor: float = 1.0
     num_groups: int = 1
     """Number of expert groups. Experts are selected from the best `top_groups` groups only; a group
@@ -247,3 +252,8 @@ class Routed(NamedTuple):
     rows: Tensor  # [T, hidden]
     weights: Tensor  # [T, num_chosen]: the routing weight of each chosen expert
     experts: Tensor  # [T, num_chosen] int32 or int64: its index; one past the last for none
+
+    def scaled(self) -> "Routed":
+        """Multiply each row, instead of its result, by the weight of its only expert."""
+        rows = (self.rows * self.weights).to(self.rows.dtype)
+        return self._replace(rows=rows, weights=torch.ones_like(self.weights))

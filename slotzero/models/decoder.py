@@ -76,6 +76,7 @@ class GroupStep(NamedTuple):
 
     angles: Angles
     plan: AttentionPlan
+    query_factors: Tensor | None  # [T, 1]
 
 
 class Decoder:
@@ -188,7 +189,9 @@ class Decoder:
         kernels, frequency = self._kernels, self._frequencies[group.name]
         plan = kernels.plan(batch.tokens, batch.rows, group.heads, batch.branches)
         speed = speeds(group.rope, frequency, *rope_tokens, batch.prompt_len)
-        return GroupStep(kernels.rope_angles(rope_tokens, speed, group.rope.attention_factor), plan)
+        angles = kernels.rope_angles(rope_tokens, speed, group.rope.attention_factor)
+        factors = group.temperature and group.temperature.factors(rope_tokens.positions)
+        return GroupStep(angles, plan, factors)
 
     def _mixer_inputs(
         self, i: int, batch: DecoderBatch, groups: Mapping[str, GroupStep], memory: LayerMemory
@@ -196,8 +199,9 @@ class Decoder:
         """Return the inputs of layer `i`'s mixer."""
 
         def attention(group: KvGroup) -> AttentionInputs:
-            angles, plan = groups[group.name]
-            return AttentionInputs(angles, memory.kv[group.name].of_layer(group.owner_of(i)), plan)
+            angles, plan, factors = groups[group.name]
+            kv = memory.kv[group.name].of_layer(group.owner_of(i))
+            return AttentionInputs(angles, kv, plan, factors)
 
         def recurrent() -> RecurrentStep:
             assert self.config.recurrent is not None

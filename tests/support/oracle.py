@@ -381,6 +381,23 @@ FAMILIES = {
             "norm_topk_prob": True,
         },
     ),
+    "llama4": Family(
+        "Llama4Text",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 88,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 24,
+            "no_rope_layers": [1, 1, 0, 1],
+            "attn_scale": 0.5,
+            "floor_scale": 10,
+        },
+        causal="Llama4",
+    ),
     "falcon-h1": Family(
         "FalconH1",
         {
@@ -501,6 +518,7 @@ HYBRIDS = (
     "gpt-oss",
     "mimo-v2",
     "dots1",
+    "llama4",
 )
 """Families with sliding-window layers."""
 

@@ -58,8 +58,8 @@ class AttentionKernels(ABC):
         """Norm and rotate q and k, store k and v in the KV cache, and attend -> [T, out_size].
 
         A token attends to the positions of its slot up to its own: all of them, the last `window`,
-        or those of its branch. Slot 0 stores nothing and gets zeros. Heads with `stores=False`
-        have queries alone; an earlier layer has stored the keys and values.
+        those of its chunk, or those of its branch. Slot 0 stores nothing and gets zeros. Heads with
+        `stores=False` have queries alone; an earlier layer has stored the keys and values.
         """
 
     @abstractmethod

@@ -198,7 +198,7 @@ class CpuKernels(TorchKernels):
         torch.ops.slotzero.attend.default(
             q, sinks, *kv, *plan.tokens,
             *(plan.branches or NO_BRANCHES),
-            heads.scale, heads.window, heads.softcap, out,
+            heads.scale, heads.window, heads.is_chunked, heads.softcap, out,
         )  # fmt: skip
         return out
 

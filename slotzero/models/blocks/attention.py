@@ -27,6 +27,7 @@ class KvGroup:
     rope: RopeConfig
     readers: tuple[int, ...] = ()
     """Layers that store no KV: they attend to the KV of the last of `layers`."""
+    temperature: "Temperature | None" = None
 
     @property
     def reader_heads(self) -> Heads:
@@ -44,6 +45,19 @@ class KvGroup:
 
     def shard(self, size: int) -> "KvGroup":
         return replace(self, heads=_shard_heads(self.heads, size)) if size > 1 else self
+
+
+class Temperature(NamedTuple):
+    """A factor on queries that grows with their position, so that long contexts stay in focus."""
+
+    interval: int
+    """The factor is constant within so many positions."""
+    strength: float
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """Return the factor of each token, [T, 1] float32; `positions` are [T]."""
+        steps = (positions + 1).div(self.interval, rounding_mode="floor")
+        return (steps.float().log1p() * self.strength + 1)[:, None]
 
 
 class AttentionScales(NamedTuple):
@@ -73,6 +87,7 @@ class AttentionInputs(NamedTuple):
     angles: Angles
     kv: PagedKv
     plan: AttentionPlan
+    query_factors: Tensor | None = None  # [T, 1]
 
 
 @dataclass(frozen=True)
@@ -81,7 +96,9 @@ class Attention(Block):
     hidden_size: int
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["head", "whole"] | None = None
+    qk_norm: Literal["head", "whole", "unit"] | None = None
+    """Norms of queries and keys: for each head, for all heads at once, or for each head without a
+    weight."""
     norm_offset: float = 0.0
     reads: bool = False
     """Whether the layer computes queries only and stores no KV; see KvGroup.readers."""
@@ -168,6 +185,9 @@ class Attention(Block):
         names = () if self.qk_norm is None else ("q", "k") if heads.stores else ("q",)
         params: dict[str, Param | None] = {"q": None, "k": None}
         for name, size in zip(names, heads.sizes[: len(names)], strict=True):
+            if self.qk_norm == "unit":
+                params[name] = Param((), num_ones=heads.head_dim, starts_at_one=True)
+                continue
             size = size if self.qk_norm == "whole" else heads.head_dim
             rows = by_head(order, size // heads.head_dim)
             source = Source(f"{self.prefix}.{name}_norm.weight", size, rows)
@@ -193,7 +213,10 @@ class Attention(Block):
         if heads.norms_whole and ranks.attention.is_distributed:
             qkv = _norm_over_ranks(ranks, qkv, qk_norms, heads)
             heads, qk_norms = replace(heads, norms_whole=False), QkNorms(None, None)
-        angles, kv, plan = inputs
+        angles, kv, plan, factors = inputs
+        if factors is not None:
+            q, others = qkv.split((heads.sizes[0], sum(heads.sizes[1:])), dim=-1)
+            qkv = torch.cat(((q * factors).to(q.dtype), others), dim=-1)
         attended = kernels.attention(qkv, qk_norms, weights.sinks, angles, kv, plan, heads)
         if weights.gate is not None:
             attended = kernels.gate(kernels.linear(x, weights.gate), attended, "sigmoid")

@@ -170,4 +170,5 @@ class MoeMlp(Block):
                 ranks.gather(slots),
             )
         routed = kernels.route(x, slots, weights, self.experts, router_input)
+        routed = routed.scaled() if self.experts.scales_input else routed
         return sum_over(ranks, kernels.experts(routed, weights, self.experts, starts))

@@ -60,6 +60,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "clip_qkv": (None,),
     "no_rope_layers": (None,),
     "no_rope_layer_interval": (None,),
+    "attention_chunk_size": (None,),
+    "attn_temperature_tuning": (None, False),
     "per_layer_config": (None, {}),
     "global_head_dim": (None,),
     "num_global_key_value_heads": (None,),

@@ -42,11 +42,15 @@ def model(config: Config, layers: Sequence[DecoderLayer], **overrides: Any) -> M
 
 
 def sparse_model(
-    config: Config, attention: Sequence[Attention], moe: Mlp, **overrides: Any
+    config: Config,
+    attention: Sequence[Attention],
+    moe: Mlp,
+    dense: DenseMlp | None = None,  # None: as configured
+    **overrides: Any,
 ) -> ModelConfig:
     """Return a pre-norm model with this attention in each layer, and experts in sparse layers."""
     sparse, norms = sparse_layers(config), pre_norms(config)
-    mlps = [moe if is_sparse else dense_mlp(config) for is_sparse in sparse]
+    mlps = [moe if is_sparse else dense or dense_mlp(config) for is_sparse in sparse]
     layers = [DecoderLayer(norms, a, mlp) for a, mlp in zip(attention, mlps, strict=True)]
     return model(config, layers, **overrides)
 
