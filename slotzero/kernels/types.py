@@ -130,6 +130,14 @@ class Heads:
         each = self.value_dim if self.mla is None else self.mla.v_head_dim
         return self.num_heads * each
 
+    def first_key(self, position: int) -> int:
+        """Return the first position that the token at this position sees."""
+        if self.window is None:
+            return 0
+        if self.is_chunked:
+            return position - position % self.window
+        return max(0, position + 1 - self.window)
+
     @property
     def row_size(self) -> int:
         """Return the size that one KV head stores per token: a key, and the value at its end."""

@@ -70,11 +70,12 @@ def test_attention_in_a_decode_step(shape, window):
 
 
 @pytest.mark.parametrize("window", [None, 1, 12, 100])
+@pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_in_prefill_over_a_prefix(shape, window):
+def test_attention_in_prefill_over_a_prefix(shape, is_chunked, window):
     *heads, page = shape
-    sinks = torch.randn(heads[0])
-    attend_both(Attending(heads_of(*heads, window=window), page, [(11, 40), (0, 23)], sinks))
+    sinks, heads = torch.randn(heads[0]), heads_of(*heads, window=window, is_chunked=is_chunked)
+    attend_both(Attending(heads, page, [(11, 40), (0, 23)], sinks))
 
 
 @settings(max_examples=60, deadline=None)
@@ -527,13 +528,16 @@ def test_logits_are_capped_and_slot_0_has_none(kernels, softcap):
 @pytest.mark.parametrize(
     ("is_whole", "norms_values"), [(False, False), (True, False), (False, True)]
 )
-@pytest.mark.parametrize("window", [None, 3])
-def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, norms_values, window):
+@pytest.mark.parametrize(("window", "is_chunked"), [(None, False), (3, False), (3, True)])
+def test_attention_norms_rotates_stores_and_attends(
+    kernels, is_whole, norms_values, window, is_chunked
+):
     """A prompt of 7 tokens, of which the first 2 came in an earlier step, gives attention by its
     definition; then its queries alone, over the stored keys, give the same."""
     heads = heads_of(
-        6, 2, 16, value_dim=10, window=window, norms_whole=is_whole, norms_values=norms_values
-    )
+        6, 2, 16, value_dim=10, window=window, is_chunked=is_chunked, norms_whole=is_whole,
+        norms_values=norms_values,
+    )  # fmt: skip
     joined, sinks = torch.randn(7, sum(heads.sizes)), torch.randn(6)
     q_norm, k_norm = (torch.randn(n * 16 if is_whole else 16) for n in (6, 2))
     frequency = torch.rand(8)
@@ -561,7 +565,8 @@ def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, norms_val
     q, k = rotated(q, turns), rotated(k, turns)
     expected = torch.zeros(7, 6, 10, dtype=torch.float64)
     for t in range(7):
-        seen = slice(max(0, t + 1 - (window or 7)), t + 1)
+        first = t // 3 * 3 if is_chunked else max(0, t + 1 - (window or 7))
+        seen = slice(first, t + 1)
         for head in range(6):
             shares = (k[seen, head // 3] @ q[t, head] * heads.scale).exp()
             shares = shares / (shares.sum() + sinks[head].double().exp())
