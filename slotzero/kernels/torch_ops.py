@@ -274,9 +274,11 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         if heads.norms_whole and norm is not None:
             x = self.rms_norm(x, norm, heads.norm_eps)
         x = x.view(len(x), -1, heads.head_dim)
-        if not heads.norms_whole and norm is not None:
-            x = self.rms_norm(x, norm, heads.norm_eps)
-        return rotate(x, *angles)
+        if heads.norms_whole or norm is None:
+            return rotate(x, *angles)
+        if heads.norms_rotated:
+            return self.rms_norm(rotate(x, *angles), norm, heads.norm_eps)
+        return rotate(self.rms_norm(x, norm, heads.norm_eps), *angles)
 
     def _top_experts(
         self, scores: Tensor, weights: ExpertWeights, shape: Experts

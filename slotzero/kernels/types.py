@@ -108,6 +108,8 @@ class Heads:
     """Scores s become softcap * tanh(s / softcap)."""
     norms_whole: bool = False
     """The norms of queries and keys cover all heads of a token at once, not each head."""
+    norms_rotated: bool = False
+    """The norms of queries and keys come after their rotation, not before."""
     norms_values: bool = False
     """Apply an RMSNorm without a weight to the values of each head too."""
     stores: bool = True

@@ -381,6 +381,17 @@ FAMILIES = {
             "norm_topk_prob": True,
         },
     ),
+    "hunyuan-moe": Family(
+        "HunYuanMoEV1",
+        {
+            "head_dim": 24,
+            "intermediate_size": 40,
+            "num_experts": 6,
+            "moe_topk": 2,
+            "attention_bias": True,
+            "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 1.0, "alpha": 50.0},
+        },
+    ),
     "llama4": Family(
         "Llama4Text",
         {

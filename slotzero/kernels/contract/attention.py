@@ -57,6 +57,7 @@ class AttentionKernels(ABC):
     ) -> Tensor:
         """Norm and rotate q and k, store k and v in the KV cache, and attend -> [T, out_size].
 
+        With `norms_rotated`, the norm comes after the rotation.
         A token attends to the positions of its slot up to its own: all of them, the last `window`,
         those of its chunk, or those of its branch. Slot 0 stores nothing and gets zeros. Heads with
         `stores=False` have queries alone; an earlier layer has stored the keys and values.

@@ -99,6 +99,7 @@ class Attention(Block):
     qk_norm: Literal["head", "whole", "unit"] | None = None
     """Norms of queries and keys: for each head, for all heads at once, or for each head without a
     weight."""
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norm_offset: float = 0.0
     reads: bool = False
     """Whether the layer computes queries only and stores no KV; see KvGroup.readers."""
@@ -184,13 +185,13 @@ class Attention(Block):
         heads, order = self.heads, halves(self.group.rope)
         names = () if self.qk_norm is None else ("q", "k") if heads.stores else ("q",)
         params: dict[str, Param | None] = {"q": None, "k": None}
-        for name, size in zip(names, heads.sizes[: len(names)], strict=True):
+        for name, stored, size in zip(names, self.norm_names, heads.sizes, strict=False):
             if self.qk_norm == "unit":
                 params[name] = Param((), num_ones=heads.head_dim, starts_at_one=True)
                 continue
             size = size if self.qk_norm == "whole" else heads.head_dim
             rows = by_head(order, size // heads.head_dim)
-            source = Source(f"{self.prefix}.{name}_norm.weight", size, rows)
+            source = Source(f"{self.prefix}.{stored}.weight", size, rows)
             params[name] = Param((source,), offset=self.norm_offset, starts_at_one=True)
         return params
 
