@@ -526,17 +526,18 @@ def test_logits_are_capped_and_slot_0_has_none(kernels, softcap):
 
 
 @pytest.mark.parametrize(
-    ("is_whole", "norms_values"), [(False, False), (True, False), (False, True)]
+    ("is_whole", "norms_values", "norms_rotated"),
+    [(False, False, False), (True, False, False), (False, True, False), (False, False, True)],
 )
 @pytest.mark.parametrize(("window", "is_chunked"), [(None, False), (3, False), (3, True)])
 def test_attention_norms_rotates_stores_and_attends(
-    kernels, is_whole, norms_values, window, is_chunked
+    kernels, is_whole, norms_values, norms_rotated, window, is_chunked
 ):
     """A prompt of 7 tokens, of which the first 2 came in an earlier step, gives attention by its
     definition; then its queries alone, over the stored keys, give the same."""
     heads = heads_of(
         6, 2, 16, value_dim=10, window=window, is_chunked=is_chunked, norms_whole=is_whole,
-        norms_values=norms_values,
+        norms_values=norms_values, norms_rotated=norms_rotated,
     )  # fmt: skip
     joined, sinks = torch.randn(7, sum(heads.sizes)), torch.randn(6)
     q_norm, k_norm = (torch.randn(n * 16 if is_whole else 16) for n in (6, 2))
@@ -557,12 +558,14 @@ def test_attention_norms_rotates_stores_and_attends(
     if is_whole:
         q, k = norm(q, q_norm), norm(k, k_norm)
     q, k, v = q.view(7, 6, 16), k.view(7, 2, 16), v.view(7, 2, 10)
-    if not is_whole:
+    if not is_whole and not norms_rotated:
         q, k = norm(q, q_norm), norm(k, k_norm)
     if norms_values:
         v = norm(v, torch.ones(10))
     turns = torch.polar(torch.ones(1).double(), torch.arange(7)[:, None, None] * frequency.double())
     q, k = rotated(q, turns), rotated(k, turns)
+    if norms_rotated:
+        q, k = norm(q, q_norm), norm(k, k_norm)
     expected = torch.zeros(7, 6, 10, dtype=torch.float64)
     for t in range(7):
         first = t // 3 * 3 if is_chunked else max(0, t + 1 - (window or 7))
