@@ -309,11 +309,15 @@ EXPERTS = {
     "softmax, clamped": Experts(8, 4, 48, "clamped_silu", scores="softmax_of_chosen"),
     "one of many": Experts(40, 1, 16, "gelu_tanh", scores="softmax_of_chosen"),
     "sigmoid": Experts(8, 2, 32, "silu", scores="sigmoid"),
-    "sigmoid, normed": Experts(8, 2, 32, "clamped_silu", scores="sigmoid", is_normed=True),
-    "groups": Experts(
-        12, 3, 16, "silu", scores="sigmoid", is_normed=True, factor=2.5, num_groups=4, top_groups=2
+    "sigmoid, normed": Experts(
+        8, 2, 32, "clamped_silu", scores="sigmoid", is_corrected=True, is_normed=True
     ),
-    "shared": Experts(8, 2, 32, "silu", scores="sigmoid", num_shared=1),
+    "groups": Experts(
+        12, 3, 16, "silu", scores="sigmoid", is_corrected=True, is_normed=True, factor=2.5,
+        num_groups=4, top_groups=2,
+    ),
+    "softmax, corrected": Experts(8, 3, 32, "silu", scores="softmax", is_corrected=True),
+    "shared": Experts(8, 2, 32, "silu", scores="sigmoid", is_corrected=True, num_shared=1),
     "softmax of all, groups, shared": Experts(
         12, 3, 16, "silu", scores="softmax", factor=2.0, num_groups=4, top_groups=2,
         scores_per_group=1, num_shared=2,
@@ -330,7 +334,7 @@ def expert_weights(shape: Experts, hidden: int, bias: bool) -> ExpertWeights:
             torch.randn(shape.num_experts) if bias else None,
             shape.num_experts,
         ),
-        correction=torch.randn(shape.num_experts) if shape.scores == "sigmoid" else None,
+        correction=torch.randn(shape.num_experts) if shape.is_corrected else None,
         gate_up=DenseWeight(
             torch.randn(n, 2 * inner, hidden),
             torch.randn(n, 2 * inner) if bias else None,
