@@ -361,6 +361,7 @@ FAMILIES = {
             "max_position_embeddings": 512,
         },
     ),
+    "phi3": Family("Phi3", {"sliding_window": 21, "num_key_value_heads": 4}),
     "rope-linear": Family(
         "Llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}
     ),
@@ -395,6 +396,20 @@ FAMILIES = {
             }
         },
     ),
+    "rope-longrope": Family(
+        "Phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "partial_rotary_factor": 0.75,
+            "sliding_window": 300,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.0, 1.1, 1.2, 1.3, 1.5],
+                "long_factor": [1.0, 1.2, 1.9, 3.1, 5.5, 8.0],
+            },
+        },
+    ),
 }
 
 
@@ -409,6 +424,7 @@ HYBRIDS = (
     "olmo3",
     "gpt-oss",
     "mimo-v2",
+    "phi3",
 )
 """Families with sliding-window layers."""
 
