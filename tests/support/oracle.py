@@ -497,6 +497,14 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
     config = getattr(transformers, f"{family.model}Config")(**{**BASE, **family.config})
     config._attn_implementation = "eager"  # the one that supports sinks and soft caps
     model = getattr(transformers, f"{family.causal or family.model}ForCausalLM")(config).eval()
+    randomise(model, family.query_norm, dtype)
+    model.save_pretrained(folder)
+    rotary = copy.deepcopy(getattr(model.model, "rotary_emb", None))
+    return Oracle(folder, model, rotary, config.vocab_size)
+
+
+def randomise(model: Any, query_norm: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+    """Draw the parameters that transformers initialises to constants, and convert all to dtype."""
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtype)  # buffers (RoPE frequencies) stay float32
         if name.endswith("A_log"):  # some states decay slowly, some quickly
@@ -506,7 +514,7 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
         elif name.endswith("bias"):  # transformers initialises them to zero, which hides mistakes
             torch.nn.init.normal_(parameter, 0, 0.2)
         elif "norm" in name:
-            size = family.query_norm if "q_norm" in name else 1.0
+            size = query_norm if "q_norm" in name else 1.0
             torch.nn.init.normal_(parameter, size, 0.1 * size)
         elif name.endswith(("router.scale", "per_expert_scale")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -515,6 +523,3 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
             torch.nn.init.normal_(buffer, 0, 0.2)
         elif name.endswith("layer_scalar"):
             buffer.copy_(torch.nn.init.uniform_(buffer, 0.5, 1.5).to(dtype))  # rounded as on disk
-    model.save_pretrained(folder)
-    rotary = copy.deepcopy(getattr(model.model, "rotary_emb", None))
-    return Oracle(folder, model, rotary, config.vocab_size)
