@@ -1,10 +1,10 @@
 """The language model of a multimodal checkpoint.
 
-Slotzero supports text only: the server refuses images and audio by name, and the tensors that encode
-them are never read. A family lists in `Family.multimodal` the architectures whose language model it
-is; their config.json has its config in `text_config`. The rule: a tensor that belongs neither to
-the language model nor to the parts below keeps its name, and loading fails if the model does not
-use it.
+Slotzero supports text only: the server refuses images and audio by name, and the tensors that
+encode them are never read. A family lists in `Family.multimodal` the architectures whose language
+model it is; their config.json has its config in `text_config`. The rule: a tensor that belongs
+neither to the language model nor to the parts below keeps its name, and loading fails if the model
+does not use it.
 """
 
 from collections.abc import Collection, Mapping

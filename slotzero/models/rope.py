@@ -147,6 +147,8 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
         for field in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
         if given.get(field) is not None
     }
+    if kind == "longrope":
+        known |= _pair_factors(given, rotary_dim // 2)
     return RopeConfig(
         kind=kind,
         theta=float(theta),
@@ -157,7 +159,6 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
         truncate=bool(given.get("truncate", True)),
         attention_factor=_attention_factor(kind, given, factor, original) if is_ratio else 1.0,
         **known,
-        **(_pair_factors(given, rotary_dim // 2) if kind == "longrope" else {}),
     )
 
 
