@@ -76,6 +76,7 @@ class GroupStep(NamedTuple):
 
     angles: Angles
     plan: AttentionPlan
+    still: Angles  # of layers that are not rotated
 
 
 class Decoder:
@@ -107,6 +108,11 @@ class Decoder:
             *(layer.norms.input for layer in weights.layers[1:]),
             weights.final_norm,
         ]
+        self._unrotated = {
+            layer.mixer.group.name
+            for layer in config.layers
+            if isinstance(layer.mixer, Attention) and not layer.mixer.is_rotated
+        }
         bound: dict[LayerForward, LayerForward] = {}  # one object for layers that compare equal
         context = BlockContext(kernels, ranks)
         forwards = (LayerForward(layer, context) for layer in config.layers)
@@ -188,16 +194,21 @@ class Decoder:
         kernels, frequency = self._kernels, self._frequencies[group.name]
         plan = kernels.plan(batch.tokens, batch.rows, group.heads, batch.branches)
         speed = speeds(group.rope, frequency, *rope_tokens, batch.prompt_len)
-        return GroupStep(kernels.rope_angles(rope_tokens, speed, group.rope.attention_factor), plan)
+        angles = kernels.rope_angles(rope_tokens, speed, group.rope.attention_factor)
+        if group.name not in self._unrotated:
+            return GroupStep(angles, plan, angles)
+        still = Angles(torch.ones_like(angles.cos), torch.zeros_like(angles.sin))
+        return GroupStep(angles, plan, still)
 
     def _mixer_inputs(
         self, i: int, batch: DecoderBatch, groups: Mapping[str, GroupStep], memory: LayerMemory
     ) -> MixerInputs | None:
         """Return the inputs of layer `i`'s mixer."""
 
-        def attention(group: KvGroup) -> AttentionInputs:
-            angles, plan = groups[group.name]
-            return AttentionInputs(angles, memory.kv[group.name].of_layer(group.owner_of(i)), plan)
+        def attention(group: KvGroup, is_rotated: bool = True) -> AttentionInputs:
+            angles, plan, still = groups[group.name]
+            kv = memory.kv[group.name].of_layer(group.owner_of(i))
+            return AttentionInputs(angles if is_rotated else still, kv, plan)
 
         def recurrent() -> RecurrentStep:
             assert self.config.recurrent is not None
@@ -205,7 +216,9 @@ class Decoder:
             return RecurrentStep(batch.tokens, batch.rows, states, trail)
 
         match self.config.layers[i].mixer:
-            case Attention(group=group) | MlaAttention(group=group):
+            case Attention() as mixer:
+                return attention(mixer.group, mixer.is_rotated)
+            case MlaAttention(group=group):
                 return attention(group)
             case RecurrentMixer():
                 return recurrent()

@@ -362,6 +362,40 @@ FAMILIES = {
         },
     ),
     "phi3": Family("Phi3", {"sliding_window": 21, "num_key_value_heads": 4}),
+    "granite": Family(
+        "Granite",
+        {
+            "embedding_multiplier": 1.5,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "smollm3": Family("SmolLM3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
+    "smollm3-window": Family(
+        "SmolLM3",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
+    "olmo2": Family("Olmo2", {"attention_bias": True}),
+    "glm": Family("Glm", {"head_dim": 24, "attention_bias": True}),
+    "glm4": Family("Glm4", {"head_dim": 24, "partial_rotary_factor": 0.75}),
+    "exaone4": Family(
+        "Exaone4", {"sliding_window": None, "layer_types": _kinds("ff"), "head_dim": 24}
+    ),
+    "exaone4-window": Family(
+        "Exaone4",
+        {"num_hidden_layers": 4, "sliding_window": 17, "sliding_window_pattern": 2},
+    ),
+    "seed-oss": Family("SeedOss", {"head_dim": 24, "attention_out_bias": True}),
+    "ernie4.5": Family("Ernie4_5", {"head_dim": 24, "use_bias": True}),
+    "arcee": Family("Arcee", {"mlp_bias": True}),
     "rope-linear": Family(
         "Llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}
     ),
@@ -425,6 +459,8 @@ HYBRIDS = (
     "gpt-oss",
     "mimo-v2",
     "phi3",
+    "smollm3-window",
+    "exaone4-window",
 )
 """Families with sliding-window layers."""
 

@@ -83,6 +83,8 @@ class Attention(Block):
     out_bias: bool = False
     qk_norm: Literal["head", "whole"] | None = None
     norm_offset: float = 0.0
+    is_rotated: bool = True
+    """False: queries and keys are not rotated (NoPE), although other layers of the group are."""
     reads: bool = False
     """Whether the layer computes queries only and stores no KV; see KvGroup.readers."""
     sinks: str | None = None  # name of the attention sinks in the checkpoint

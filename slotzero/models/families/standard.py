@@ -20,6 +20,7 @@ Config = Mapping[str, Any]
 IsSliding = Callable[[int], bool]
 
 LAYER_TYPES: Mapping[str, str] = {"full_attention": FULL, "sliding_attention": SLIDING}
+NO_ROPE: Config = {"rope_parameters": {"rope_type": "none"}}
 MROPE = "type", "mrope_section", "mrope_interleaved"
 
 
@@ -55,6 +56,17 @@ def sandwich_norms(config: Config, offset: float = 0.0) -> LayerNorms:
         mlp="pre_feedforward_layernorm",
         post_mlp="post_feedforward_layernorm",
         offset=offset,
+    )
+
+
+def post_norms(config: Config) -> LayerNorms:
+    """Return norms after the mixer and the MLP only."""
+    return pre_norms(
+        config,
+        input=None,
+        post_mixer="post_attention_layernorm",
+        mlp=None,
+        post_mlp="post_feedforward_layernorm",
     )
 
 
@@ -150,16 +162,20 @@ def kv_groups(
     heads: Heads,
     thetas: tuple[float, float] = (10000.0, 10000.0),  # of full and of sliding layers
     scales_full_only: bool = False,
+    is_interleaved: bool = False,
+    unrotated: Sequence[str] = (),
 ) -> dict[str, KvGroup]:
     """Return the KV groups by name, for layers that all have the same heads.
 
-    With `scales_full_only`, RoPE scaling in flat fields applies to full layers only.
+    With `scales_full_only`, RoPE scaling in flat fields applies to full layers only. Groups named
+    in `unrotated` have no RoPE. See RopeConfig.is_interleaved.
     """
     groups = {}
     for name in dict.fromkeys(names):
         layers = [layer for layer, group in enumerate(names) if group == name]
         rope = rope_of(config, name, thetas[name == SLIDING], scales_full_only)
-        groups[name] = kv_group(config, name, layers, heads, rope)
+        group = kv_group(config, name, layers, heads, NO_ROPE if name in unrotated else rope)
+        groups[name] = replace(group, rope=replace(group.rope, is_interleaved=is_interleaved))
     return groups
 
 
@@ -224,7 +240,7 @@ def rope_if_configured(config: Config) -> Config:
             "config field rope_scaling has no effect without position_embedding_type=rope: set "
             "that, or remove rope_scaling"
         )
-    return {"rope_parameters": {"rope_type": "none"}}
+    return NO_ROPE
 
 
 def experts(config: Config, num: str, top_k: str, inner_size: str, **overrides: Any) -> Experts:
