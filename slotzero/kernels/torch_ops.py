@@ -78,12 +78,16 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         by = weights.transpose(1, 2) if transposed else weights
         return torch.bmm(x.transpose(0, 1), by).transpose(0, 1)
 
-    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """Apply RMSNorm to the last axis of x.
+    def rms_norm(
+        self, x: Tensor, weight: Tensor | None, eps: float, is_centred: bool = False
+    ) -> Tensor:
+        """Apply RMSNorm to the last axis of x; if centred, subtract its mean first.
 
         In float32, rounded before the weight is applied, as the checkpoints were trained.
         """
         wide = x.float()
+        if is_centred:
+            wide = wide - wide.mean(-1, keepdim=True)
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return normed.to(x.dtype) if weight is None else normed.to(x.dtype) * weight
 
@@ -192,8 +196,10 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         _, embedded = self.embed(tokens, table, embedding, 1.0, norms.embed, norms.eps)
         return torch.cat((embedded.x, self.norm(hidden, norms.hidden, norms.eps).x), dim=-1)
 
-    def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
-        return Normed(x if weight is None else self.rms_norm(x, weight, eps))
+    def norm(
+        self, x: Tensor, weight: Tensor | None, eps: float, is_centred: bool = False
+    ) -> Normed:
+        return Normed(x if weight is None else self.rms_norm(x, weight, eps, is_centred))
 
     def apply_norm(self, x: Normed) -> Tensor:
         return x.x
@@ -217,9 +223,9 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         return self.add_norm(self.product(x.x, weight), residual, norms)
 
     def add_norm(self, x: Tensor, residual: Tensor, norms: ResidualNorms) -> tuple[Tensor, Normed]:
-        post, eps = norms.post, norms.eps
-        residual = residual + (x if post is None else self.rms_norm(x, post, eps))
-        return residual, self.norm(residual, norms.next, eps)
+        post, rule = norms.post, (norms.eps, norms.is_centred)
+        residual = residual + (x if post is None else self.rms_norm(x, post, *rule))
+        return residual, self.norm(residual, norms.next, *rule)
 
     def route(
         self,

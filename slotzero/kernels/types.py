@@ -58,6 +58,8 @@ class ResidualNorms(NamedTuple):
     post: Tensor | None  # applied to the addend
     next: Tensor | None  # applied to the sum
     eps: float
+    is_centred: bool = False
+    """Subtract each row's mean first: LayerNorm without a bias."""
 
 
 class PairNorms(NamedTuple):

@@ -108,6 +108,7 @@ class Decoder:
             *(layer.norms.input for layer in weights.layers[1:]),
             weights.final_norm,
         ]
+        self._is_centred = config.layers[0].norms.is_centred
         self._unrotated = {
             layer.mixer.group.name
             for layer in config.layers
@@ -135,14 +136,18 @@ class Decoder:
         `taps` maps a layer to a buffer [T, hidden] that receives the layer's input. The entry one
         past the last layer receives the hidden states under the final norm.
         """
-        residual, normed = self.vocabulary.embed(
-            batch.tokens, batch.ids, self._scale, self._weights.layers[0].norms.input,
-            self.config.norm_eps,
-        )  # fmt: skip
+        residual, normed = self._embed(batch)
         inputs = self._layer_inputs(batch, residual)
         rope_tokens = standing(batch.tokens, batch.branches)
         memory = LayerMemory(kv, states, trail)
         return self._run_layers(residual, normed, inputs, batch, rope_tokens, memory, pieces, taps)
+
+    def _embed(self, batch: DecoderBatch) -> tuple[Tensor, Normed]:
+        norm, eps = self._weights.layers[0].norms.input, self.config.norm_eps
+        if not self._is_centred:
+            return self.vocabulary.embed(batch.tokens, batch.ids, self._scale, norm, eps)
+        residual, _ = self.vocabulary.embed(batch.tokens, batch.ids, self._scale, None, eps)
+        return residual, self._kernels.norm(residual, norm, eps, is_centred=True)
 
     def forward_from(
         self,
@@ -156,7 +161,8 @@ class Decoder:
         """Run layers that store no KV, from given hidden states."""
         norm, eps = self._weights.layers[0].norms.input, self.config.norm_eps
         batch = DecoderBatch(tokens, tokens.slots, prompt_len, None)
-        inputs, normed = [None] * len(self._layers), self._kernels.norm(begin, norm, eps)
+        inputs = [None] * len(self._layers)
+        normed = self._kernels.norm(begin, norm, eps, self._is_centred)
         memory = LayerMemory(kv)
         return self._run_layers(begin, normed, inputs, batch, rope_tokens, memory, pieces, NO_TAPS)
 

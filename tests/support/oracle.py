@@ -386,6 +386,17 @@ FAMILIES = {
     "olmo2": Family("Olmo2", {"attention_bias": True}),
     "glm": Family("Glm", {"head_dim": 24, "attention_bias": True}),
     "glm4": Family("Glm4", {"head_dim": 24, "partial_rotary_factor": 0.75}),
+    "cohere": Family("Cohere", {"logit_scale": 0.25, "attention_bias": True}),
+    "cohere2": Family(
+        "Cohere2",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 17,
+            "sliding_window_pattern": 2,
+            "logit_scale": 0.5,
+            "tie_word_embeddings": True,
+        },
+    ),
     "exaone4": Family(
         "Exaone4", {"sliding_window": None, "layer_types": _kinds("ff"), "head_dim": 24}
     ),
@@ -461,6 +472,7 @@ HYBRIDS = (
     "phi3",
     "smollm3-window",
     "exaone4-window",
+    "cohere2",
 )
 """Families with sliding-window layers."""
 

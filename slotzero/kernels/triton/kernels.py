@@ -220,10 +220,12 @@ class TritonKernels(Kernels):
         assert isinstance(weight, QuantizedWeight)
         return linear_quantized.unpack(weight, weight.dtype, ids)
 
-    def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
+    def norm(
+        self, x: Tensor, weight: Tensor | None, eps: float, is_centred: bool = False
+    ) -> Normed:
         if weight is None:
             return Normed(x)
-        return elementwise.norm(x, weight, eps, late=is_late(len(x), x.dtype))
+        return elementwise.norm(x, weight, eps, is_late(len(x), x.dtype), is_centred)
 
     def linear(self, x: Normed, weight: LinearWeight) -> Tensor:
         out = x.x.new_empty(len(x.x), weight.out_features)
@@ -244,7 +246,7 @@ class TritonKernels(Kernels):
         self, x: Normed, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
     ) -> tuple[Tensor, Normed]:
         # no program of a product sees a whole row, so the norm of the sum is deferred
-        is_fused = norms.post is None and norms.next is not None
+        is_fused = norms.post is None and norms.next is not None and not norms.is_centred
         if is_fused and adds(weight, x.x):
             return residual, self._products.add(x, weight, residual, norms)
         return self.add_norm(self.linear(x, weight), residual, norms)

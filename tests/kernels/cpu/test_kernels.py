@@ -484,22 +484,26 @@ def test_gates(kernels, activation):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the RMSNorm of each row, in double precision."""
-    return (
-        x.double() / ((x.double() ** 2).sum(-1, keepdim=True) / x.shape[-1] + EPS) ** 0.5 * weight
-    )
+def norm(x: Tensor, weight: Tensor, is_centred: bool = False) -> Tensor:
+    """Return the RMSNorm of each row, in double precision; if centred, its LayerNorm."""
+    x = x.double()
+    if is_centred:
+        x = x - x.mean(-1, keepdim=True)
+    return x / ((x**2).sum(-1, keepdim=True) / x.shape[-1] + EPS) ** 0.5 * weight
 
 
+@pytest.mark.parametrize("is_centred", [False, True])
 @pytest.mark.parametrize("has_after", [False, True])
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm):
+def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm, is_centred):
     x, residual, (after, before) = torch.randn(5, 24), torch.randn(5, 20), torch.randn(2, 20)
     weight, bias = torch.randn(20, 24), torch.randn(20)
     change = F.linear(x, weight, bias)
-    total = residual + (norm(change, after) if has_after else change)
-    normed = norm(total, before) if has_norm else total
-    norms = ResidualNorms(after if has_after else None, before if has_norm else None, EPS)
+    total = residual + (norm(change, after, is_centred) if has_after else change)
+    normed = norm(total, before, is_centred) if has_norm else total
+    norms = ResidualNorms(
+        after if has_after else None, before if has_norm else None, EPS, is_centred
+    )
     packed = DenseWeight(kernels.pack(weight), bias, 20)
     for got in (
         kernels.add_norm(change, residual.clone(), norms),
@@ -508,6 +512,9 @@ def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm):
         torch.testing.assert_close(got[0].double(), total.double(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(got[1].x.double(), normed.double(), atol=1e-5, rtol=1e-5)
         assert got[1].squares is None
+    if has_norm:
+        got = kernels.norm(got[0], before, EPS, is_centred).x
+        torch.testing.assert_close(got.double(), normed, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
