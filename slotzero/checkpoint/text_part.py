@@ -52,7 +52,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config field text_config={text!r}: must be the config of the text model of "
             f"{architecture}"
         )
-    model_type = text.get("model_type") or next(iter(known))
+    model_type = text.get("model_type") or (next(iter(known)) if len(known) == 1 else None)
     if model_type not in known:
         raise UnsupportedModelError(
             f"config field text_config.model_type={model_type!r} is not supported for "

@@ -255,6 +255,18 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         is_none = (routed.experts == len(starts) - 1)[:, :, None]
         return ordered_sum(weighted.masked_fill(is_none, 0), 1)  # even where the weight is NaN
 
+    def rotate_heads(
+        self, qkv: Tensor, norms: QkNorms, q_angles: Angles, k_angles: Angles, heads: Heads
+    ) -> Tensor:
+        q, k, v = torch.split(qkv, [*heads.sizes], dim=-1)
+        q, k = (
+            rotate(x.view(len(x), -1, heads.head_dim), *angles)
+            for x, angles in ((q, q_angles), (k, k_angles))
+        )
+        q = q if norms.q is None else self.rms_norm(q, norms.q, heads.norm_eps)
+        k = k if norms.k is None else self.rms_norm(k, norms.k, heads.norm_eps)
+        return torch.cat((q.flatten(1), k.flatten(1), v), dim=-1)
+
     def attention(
         self,
         qkv: Tensor,

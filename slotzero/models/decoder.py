@@ -33,7 +33,7 @@ from slotzero.models.blocks.parallel import ParallelInputs, ParallelMixers
 from slotzero.models.blocks.recurrent import RecurrentMixer
 from slotzero.models.config import ModelConfig
 from slotzero.models.layer import LayerForward, LayerStep, MixerInputs
-from slotzero.models.rope import speeds
+from slotzero.models.rope import query_angles, speeds
 from slotzero.models.routing import Routing
 from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import DecoderWeights
@@ -76,7 +76,8 @@ class GroupStep(NamedTuple):
 
     angles: Angles
     plan: AttentionPlan
-    still: Angles  # of layers that are not rotated
+    still: Angles | None = None
+    q_angles: Angles | None = None  # see AttentionInputs
 
 
 class Decoder:
@@ -109,10 +110,10 @@ class Decoder:
             weights.final_norm,
         ]
         self._is_centred = config.layers[0].norms.is_centred
-        self._unrotated = {
+        self._with_still = {  # groups with layers that need AttentionInputs.still
             layer.mixer.group.name
             for layer in config.layers
-            if isinstance(layer.mixer, Attention) and not layer.mixer.is_rotated
+            if isinstance(layer.mixer, Attention) and layer.mixer.needs_still
         }
         bound: dict[LayerForward, LayerForward] = {}  # one object for layers that compare equal
         context = BlockContext(kernels, ranks)
@@ -201,20 +202,20 @@ class Decoder:
         plan = kernels.plan(batch.tokens, batch.rows, group.heads, batch.branches)
         speed = speeds(group.rope, frequency, *rope_tokens, batch.prompt_len)
         angles = kernels.rope_angles(rope_tokens, speed, group.rope.attention_factor)
-        if group.name not in self._unrotated:
-            return GroupStep(angles, plan, angles)
+        if group.name not in self._with_still:
+            return GroupStep(angles, plan)
         still = Angles(torch.ones_like(angles.cos), torch.zeros_like(angles.sin))
-        return GroupStep(angles, plan, still)
+        return GroupStep(angles, plan, still, query_angles(group.rope, rope_tokens, angles))
 
     def _mixer_inputs(
         self, i: int, batch: DecoderBatch, groups: Mapping[str, GroupStep], memory: LayerMemory
     ) -> MixerInputs | None:
         """Return the inputs of layer `i`'s mixer."""
 
-        def attention(group: KvGroup, is_rotated: bool = True) -> AttentionInputs:
-            angles, plan, still = groups[group.name]
+        def attention(group: KvGroup) -> AttentionInputs:
+            angles, plan, still, q_angles = groups[group.name]
             kv = memory.kv[group.name].of_layer(group.owner_of(i))
-            return AttentionInputs(angles if is_rotated else still, kv, plan)
+            return AttentionInputs(angles, kv, plan, still, q_angles)
 
         def recurrent() -> RecurrentStep:
             assert self.config.recurrent is not None
@@ -222,9 +223,7 @@ class Decoder:
             return RecurrentStep(batch.tokens, batch.rows, states, trail)
 
         match self.config.layers[i].mixer:
-            case Attention() as mixer:
-                return attention(mixer.group, mixer.is_rotated)
-            case MlaAttention(group=group):
+            case Attention(group=group) | MlaAttention(group=group):
                 return attention(group)
             case RecurrentMixer():
                 return recurrent()

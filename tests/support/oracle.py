@@ -386,6 +386,30 @@ FAMILIES = {
     "olmo2": Family("Olmo2", {"attention_bias": True}),
     "glm": Family("Glm", {"head_dim": 24, "attention_bias": True}),
     "glm4": Family("Glm4", {"head_dim": 24, "partial_rotary_factor": 0.75}),
+    "hunyuan": Family(
+        "HunYuanDenseV1",
+        {
+            "head_dim": 24,
+            "attention_bias": True,
+            "rope_parameters": {**ROPE, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "ministral3": Family(
+        "Ministral3",
+        {
+            "head_dim": 24,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 32,
+                "max_position_embeddings": 256,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "cohere": Family("Cohere", {"logit_scale": 0.25, "attention_bias": True}),
     "cohere2": Family(
         "Cohere2",

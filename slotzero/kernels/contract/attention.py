@@ -46,6 +46,21 @@ class AttentionKernels(ABC):
         """
 
     @abstractmethod
+    def rotate_heads(
+        self,
+        qkv: Tensor,  # [T, sum(heads.sizes)]
+        norms: QkNorms,  # [head_dim] each
+        q_angles: Angles,
+        k_angles: Angles,
+        heads: Heads,
+    ) -> Tensor:
+        """Rotate queries and keys, then norm each head; copy values -> [T, sum(heads.sizes)].
+
+        For layers whose norms come after the rotation, or whose queries have other angles than
+        their keys. `attention` then takes the result without norms, and angles that do not rotate.
+        """
+
+    @abstractmethod
     def attention(
         self,
         qkv: Tensor,  # [T, sum(heads.sizes)]: q, k and v of each token

@@ -28,6 +28,7 @@ from slotzero.kernels.triton.attention import (
     prefill,
     verify,
 )
+from slotzero.kernels.triton.attention.rotate_heads import rotate_heads
 from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead
 from slotzero.kernels.triton.linear import elementwise, fragments, linear_quantized, linear_tma
 from slotzero.kernels.triton.linear.elementwise import apply_norm
@@ -68,6 +69,7 @@ class TritonKernels(Kernels):
     rope_angles = staticmethod(embed.rope_angles)
     mla_attention = staticmethod(mla.mla_attention)
     apply_norm = staticmethod(elementwise.apply_norm)
+    rotate_heads = staticmethod(rotate_heads)
     gate = staticmethod(elementwise.gate)
 
     decode_positions = staticmethod(embed.decode_positions)

@@ -200,6 +200,24 @@ def test_norms_over_all_heads(device, is_decode):
     assert torch.equal(wide, kept)
 
 
+@pytest.mark.parametrize("stores", [True, False])
+@pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize("is_half", [True, False])
+def test_heads_are_rotated_ahead(device, half, is_half, with_norm, stores):
+    """The qkv rows are slices of wider rows."""
+    heads = Heads(3, 2, 12, 10, 1e-6, 0.25, stores=stores)
+    dtype = half if is_half else torch.float32
+    joined = (torch.randn(5, sum(heads.sizes) + 8) * 3).to(dtype)[:, :-8]
+    norms = torch.randn(2, 12).to(dtype)
+    q_angles, k_angles = (Angles(*torch.rand(2, 5, 1, 6)) for _ in range(2))
+    qk_norms = QkNorms(*norms) if with_norm else QkNorms(None, None)
+    given = (joined, qk_norms, q_angles, k_angles)
+    moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), given)
+    got = TritonKernels().rotate_heads(*moved, heads).cpu()
+    near = 2 * torch.finfo(dtype).eps
+    assert torch.allclose(got, REFERENCE.rotate_heads(*given, heads), atol=near, rtol=near)
+
+
 def test_a_tree_is_stored_and_each_of_its_tokens_sees_its_branch(device):
     """After 3 stored tokens of slot 1, nodes 0 and 1 are siblings, 2 and 4 are children of 0, and
     place 3 is empty. Slot 2 has a tree of one token, and then padding."""
