@@ -58,6 +58,8 @@ class ResidualNorms(NamedTuple):
     post: Tensor | None  # applied to the addend
     next: Tensor | None  # applied to the sum
     eps: float
+    is_centred: bool = False
+    """Subtract each row's mean first: LayerNorm without a bias."""
 
 
 class PairNorms(NamedTuple):
@@ -108,8 +110,6 @@ class Heads:
     """Scores s become softcap * tanh(s / softcap)."""
     norms_whole: bool = False
     """The norms of queries and keys cover all heads of a token at once, not each head."""
-    norms_rotated: bool = False
-    """The norms of queries and keys come after their rotation, not before."""
     norms_values: bool = False
     """Apply an RMSNorm without a weight to the values of each head too."""
     stores: bool = True

@@ -480,6 +480,76 @@ FAMILIES = {
             "max_position_embeddings": 512,
         },
     ),
+    "phi3": Family("Phi3", {"sliding_window": 21, "num_key_value_heads": 4}),
+    "granite": Family(
+        "Granite",
+        {
+            "embedding_multiplier": 1.5,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "smollm3": Family("SmolLM3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
+    "smollm3-window": Family(
+        "SmolLM3",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
+    "olmo2": Family("Olmo2", {"attention_bias": True}),
+    "glm": Family("Glm", {"head_dim": 24, "attention_bias": True}),
+    "glm4": Family("Glm4", {"head_dim": 24, "partial_rotary_factor": 0.75}),
+    "hunyuan": Family(
+        "HunYuanDenseV1",
+        {
+            "head_dim": 24,
+            "attention_bias": True,
+            "rope_parameters": {**ROPE, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "ministral3": Family(
+        "Ministral3",
+        {
+            "head_dim": 24,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 32,
+                "max_position_embeddings": 256,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "cohere": Family("Cohere", {"logit_scale": 0.25, "attention_bias": True}),
+    "cohere2": Family(
+        "Cohere2",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 17,
+            "sliding_window_pattern": 2,
+            "logit_scale": 0.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "exaone4": Family(
+        "Exaone4", {"sliding_window": None, "layer_types": _kinds("ff"), "head_dim": 24}
+    ),
+    "exaone4-window": Family(
+        "Exaone4",
+        {"num_hidden_layers": 4, "sliding_window": 17, "sliding_window_pattern": 2},
+    ),
+    "seed-oss": Family("SeedOss", {"head_dim": 24, "attention_out_bias": True}),
+    "ernie4.5": Family("Ernie4_5", {"head_dim": 24, "use_bias": True}),
+    "arcee": Family("Arcee", {"mlp_bias": True}),
     "rope-linear": Family(
         "Llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}
     ),
@@ -514,6 +584,20 @@ FAMILIES = {
             }
         },
     ),
+    "rope-longrope": Family(
+        "Phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "partial_rotary_factor": 0.75,
+            "sliding_window": 300,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.0, 1.1, 1.2, 1.3, 1.5],
+                "long_factor": [1.0, 1.2, 1.9, 3.1, 5.5, 8.0],
+            },
+        },
+    ),
 }
 
 
@@ -530,6 +614,10 @@ HYBRIDS = (
     "mimo-v2",
     "dots1",
     "llama4",
+    "phi3",
+    "smollm3-window",
+    "exaone4-window",
+    "cohere2",
 )
 """Families with sliding-window layers."""
 
@@ -602,6 +690,14 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
     config = getattr(transformers, f"{family.model}Config")(**{**BASE, **family.config})
     config._attn_implementation = "eager"  # the one that supports sinks and soft caps
     model = getattr(transformers, f"{family.causal or family.model}ForCausalLM")(config).eval()
+    randomise(model, family.query_norm, dtype)
+    model.save_pretrained(folder)
+    rotary = copy.deepcopy(getattr(model.model, "rotary_emb", None))
+    return Oracle(folder, model, rotary, config.vocab_size)
+
+
+def randomise(model: Any, query_norm: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+    """Draw the parameters that transformers initialises to constants, and convert all to dtype."""
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtype)  # buffers (RoPE frequencies) stay float32
         if name.endswith("A_log"):  # some states decay slowly, some quickly
@@ -611,7 +707,7 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
         elif name.endswith("bias"):  # transformers initialises them to zero, which hides mistakes
             torch.nn.init.normal_(parameter, 0, 0.2)
         elif "norm" in name:
-            size = family.query_norm if "q_norm" in name else 1.0
+            size = query_norm if "q_norm" in name else 1.0
             torch.nn.init.normal_(parameter, size, 0.1 * size)
         elif name.endswith(("router.scale", "per_expert_scale")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -620,6 +716,3 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
             torch.nn.init.normal_(buffer, 0, 0.2)
         elif name.endswith("layer_scalar"):
             buffer.copy_(torch.nn.init.uniform_(buffer, 0.5, 1.5).to(dtype))  # rounded as on disk
-    model.save_pretrained(folder)
-    rotary = copy.deepcopy(getattr(model.model, "rotary_emb", None))
-    return Oracle(folder, model, rotary, config.vocab_size)

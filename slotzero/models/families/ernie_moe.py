@@ -4,7 +4,6 @@ The MTP layers of its checkpoints are not read.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from slotzero.errors import UnsupportedModelError
@@ -22,15 +21,10 @@ NAMES = MoeNames(correction="mlp.moe_statics.e_score_correction_bias", correctio
 
 
 def parse(config: Config) -> ModelConfig:
-    require(config, "use_bias", False)
     require(config, "moe_norm_min", 1e-12)  # a sum of weights is never that small
     require(config, "moe_use_aux_free", True)
-    config = {"tie_word_embeddings": True, **config}
-    config["rope_theta"] = config.get("rope_theta") or 5e5
-    attention = [
-        replace(a, group=replace(a.group, rope=replace(a.group.rope, is_interleaved=True)))
-        for a in llama_attention(config, qkv_bias=False, out_bias=False)
-    ]
+    groups = {"thetas": (5e5, 5e5), "is_interleaved": True}
+    attention = llama_attention(config, qkv_bias=False, out_bias=False, groups=groups)
     shape = experts(
         config,
         either(config, "moe_num_experts", "num_experts"),
@@ -74,5 +68,6 @@ FAMILIES = (
                 moe_layer_start_index=1, rope_theta=500000.0, tie_word_embeddings=True,
             ),
         },
+        defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
     ),
 )  # fmt: skip

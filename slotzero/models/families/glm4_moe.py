@@ -20,26 +20,21 @@ Config = Mapping[str, Any]
 
 def parse(config: Config) -> ModelConfig:
     require(config, "scoring_func", "sigmoid")
-    config = {"first_k_dense_replace": 1, **partial_rope(config, 10000.0, 0.5)}
+    config = partial_rope(config, 10000.0, 0.5)
     qk_norm = "head" if config.get("use_qk_norm") else None
-    shape = sigmoid_experts(config, num_shared=config.get("n_shared_experts", 1))
+    shape = sigmoid_experts(config, num_shared=config.get("n_shared_experts") or 0)
     mlp = MoeMlp(positive(config, "hidden_size"), shape)
     attention = llama_attention(config, out_bias=False, qk_norm=qk_norm)
     return mtp_after(sparse_model(config, attention, mlp), config)
 
 
-def parse_lite(config: Config) -> ModelConfig:
-    if config.get("mlp_layer_types") is None:
-        config = {"first_k_dense_replace": 1, **config}
-    return parse_v3({"n_shared_experts": 1, "routed_scaling_factor": 1.8, **config})
-
-
+DEFAULTS = {"first_k_dense_replace": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-5}
 FAMILIES = (
     Family(
         "glm4_moe", "Glm4MoeForCausalLM", parse,
         frozenset({
             "partial_rotary_factor", "n_routed_experts", "n_shared_experts", "num_local_experts",
-            "num_experts", "num_nextn_predict_layers",
+            "num_experts", "num_nextn_predict_layers", "use_qk_norm",
         }),
         tiny={
             "glm4-moe": tiny(
@@ -49,10 +44,10 @@ FAMILIES = (
                 topk_group=1, routed_scaling_factor=2.5, num_nextn_predict_layers=1,
             ),
         },
+        defaults=DEFAULTS,
     ),
     Family(
-        "glm4_moe_lite", "Glm4MoeLiteForCausalLM", parse_lite,
-        IMPLEMENTS,
+        "glm4_moe_lite", "Glm4MoeLiteForCausalLM", parse_v3, IMPLEMENTS,
         tiny={
             "glm4-moe-lite": tiny(
                 "glm4_moe_lite", "Glm4MoeLiteForCausalLM", 3, 64, 136, (4, 4, 8),
@@ -61,5 +56,6 @@ FAMILIES = (
                 moe_intermediate_size=40, routed_scaling_factor=1.8, num_nextn_predict_layers=1,
             ),
         },
+        defaults={**DEFAULTS, "routed_scaling_factor": 1.8},
     ),
 )  # fmt: skip

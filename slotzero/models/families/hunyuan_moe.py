@@ -9,6 +9,7 @@ from slotzero.models.blocks.moe import MoeMlp, MoeNames
 from slotzero.models.blocks.moe_shared import MoeWithSharedMlp
 from slotzero.models.config import ModelConfig
 from slotzero.models.families.family import Family
+from slotzero.models.families.hunyuan import with_alpha
 from slotzero.models.families.llama import llama_attention
 from slotzero.models.families.standard import (
     attention_heads,
@@ -17,7 +18,7 @@ from slotzero.models.families.standard import (
     sparse_model,
 )
 from slotzero.models.families.tiny import tiny
-from slotzero.models.fields import either, mapping, positive, require
+from slotzero.models.fields import either, positive, require
 
 Config = Mapping[str, Any]
 
@@ -32,9 +33,6 @@ IMPLIED: Mapping[str, Any] = {
     "norm_topk_prob": True,
     "group_limited_greedy": False,
 }
-# Without an effect beside alpha.
-UNUSED = {"type", "rope_type", "alpha", "factor", "beta_fast", "beta_slow", "mscale"}
-UNUSED |= {"mscale_all_dim", "rope_theta"}
 
 
 def parse(config: Config) -> ModelConfig:
@@ -42,12 +40,10 @@ def parse(config: Config) -> ModelConfig:
     for field, value in IMPLIED.items():
         require(config, field, value)
     require(config, "moe_intermediate_size", config.get("intermediate_size"))
-    heads = attention_heads(config, norms_rotated=True)
-    require(config, "attention_head_dim", heads.head_dim)
+    require(config, "attention_head_dim", attention_heads(config).head_dim)
     attention = llama_attention(
-        with_alpha(config, heads.head_dim),
-        heads=heads,
-        qk_norm="head",
+        with_alpha(config),
+        qk_norm="rotated_head",
         norm_names=("query_layernorm", "key_layernorm"),
     )
     shape = experts(
@@ -74,27 +70,10 @@ def _of_all_layers(field: str, value: Any) -> Any:
     return values.pop()
 
 
-def with_alpha(config: Config, head_dim: int) -> Config:
-    """Return the config with the base of RoPE that `alpha` gives; the type is then called dynamic,
-    but the angles do not depend on the length."""
-    given = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
-    alpha, kind = given.get("alpha"), given.get("rope_type") or given.get("type")
-    if not alpha:
-        return config
-    if kind != "dynamic" or set(given) - UNUSED:
-        raise UnsupportedModelError(
-            f"rope scaling {dict(given)}: alpha is implemented with type dynamic alone"
-        )
-    theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
-    theta *= alpha ** (head_dim / (head_dim - 2))
-    rope = {"rope_type": "default", "rope_theta": theta}
-    return {**config, "rope_parameters": rope, "rope_scaling": None}
-
-
 FAMILIES = (
     Family(
         "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", parse,
-        frozenset({"num_experts", "num_local_experts"}),
+        frozenset({"num_experts", "num_local_experts", "use_qk_norm"}),
         tiny={
             "hunyuan-moe": tiny(
                 "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", 2, 64, 40, (6, 2, 16), num_experts=6,
@@ -102,5 +81,6 @@ FAMILIES = (
                 rope_scaling={"type": "dynamic", "alpha": 50.0, "factor": 1.0},
             ),
         },
+        defaults={"rms_norm_eps": 1e-5},
     ),
 )  # fmt: skip

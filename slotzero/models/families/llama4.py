@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.models.blocks.attention import Attention, KvGroup, Temperature
+from slotzero.models.blocks.attention import Attention, KvGroup
 from slotzero.models.blocks.dense_mlp import MlpNames
 from slotzero.models.blocks.moe import MoeMlp, MoeNames
 from slotzero.models.blocks.moe_shared import MoeWithSharedMlp
 from slotzero.models.config import CHUNKED, FULL, ModelConfig
 from slotzero.models.families.family import Family
 from slotzero.models.families.standard import (
+    NO_ROPE,
     attention_heads,
     dense_mlp,
     experts,
@@ -81,12 +82,17 @@ def _attention(config: Config, kind: str, kinds: list[str]) -> Attention:
 def _kv_group(config: Config, kind: str, layers: list[int]) -> KvGroup:
     heads = attention_heads(config)
     if kind == FULL:
-        group = kv_group(config, FULL, layers, heads, {"rope_parameters": {"rope_type": "none"}})
+        group = kv_group(config, FULL, layers, heads, NO_ROPE)
         if not config.get("attn_temperature_tuning", True):
             return group
         tuning = {"floor_scale": 8192, "attn_scale": 0.1, **config}
-        interval, strength = positive(tuning, "floor_scale"), float(tuning["attn_scale"])
-        return replace(group, temperature=Temperature(interval, strength))
+        still = replace(
+            group.rope,
+            query_beta=float(tuning["attn_scale"]),
+            query_offset=1,
+            query_interval=positive(tuning, "floor_scale"),
+        )
+        return replace(group, rope=still)
     chunk = positive({"attention_chunk_size": 8192, **config}, "attention_chunk_size")
     chunk = min(chunk, positive(config, "max_position_embeddings"))
     rope = {**config, "rope_theta": config.get("rope_theta") or 5e5}
@@ -118,7 +124,7 @@ FAMILIES = (
         "llama4_text", "Llama4ForCausalLM", parse,
         frozenset({
             "num_local_experts", "no_rope_layers", "no_rope_layer_interval",
-            "attention_chunk_size", "attn_temperature_tuning",
+            "attention_chunk_size", "attn_temperature_tuning", "use_qk_norm",
         }),
         tiny={
             "llama4": tiny(
@@ -128,5 +134,7 @@ FAMILIES = (
                 floor_scale=10, rope_theta=500000.0,
             ),
         },
+        defaults={"rms_norm_eps": 1e-5},
+        multimodal={"Llama4ForConditionalGeneration": "llama4_text"},
     ),
 )  # fmt: skip

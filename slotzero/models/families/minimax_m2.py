@@ -49,7 +49,7 @@ def parse(config: Config) -> ModelConfig:
 FAMILIES = (
     Family(
         "minimax_m2", "MiniMaxM2ForCausalLM", parse,
-        frozenset({"num_local_experts", "partial_rotary_factor"}),
+        frozenset({"num_local_experts", "partial_rotary_factor", "use_qk_norm"}),
         tiny={
             "minimax-m2": tiny(
                 "minimax_m2", "MiniMaxM2ForCausalLM", 2, 64, 40, (6, 2, 16), rotary_dim=8,

@@ -25,9 +25,12 @@ NAMES = MoeNames(
 
 def parse(config: Config) -> ModelConfig:
     slides = config.get("sliding_window") is not None
-    config = {**config, "rope_theta": config.get("rope_theta") or 1e6}
     attention = llama_attention(
-        config, qkv_bias=False, out_bias=False, is_sliding=lambda layer: slides
+        config,
+        qkv_bias=False,
+        out_bias=False,
+        is_sliding=lambda layer: slides,
+        groups={"thetas": (1e6, 1e6)},
     )
     shape = experts(
         config, "num_local_experts", "num_experts_per_tok", "intermediate_size",
@@ -45,5 +48,6 @@ FAMILIES = (
                 num_local_experts=5, num_experts_per_tok=2,
             ),
         },
+        defaults={"rms_norm_eps": 1e-5},
     ),
 )  # fmt: skip

@@ -33,5 +33,6 @@ FAMILIES = (
                 num_experts_per_tok=3,
             ),
         },
+        defaults={"rms_norm_eps": 1e-5},
     ),
 )  # fmt: skip

@@ -489,22 +489,26 @@ def test_gates(kernels, activation):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the RMSNorm of each row, in double precision."""
-    return (
-        x.double() / ((x.double() ** 2).sum(-1, keepdim=True) / x.shape[-1] + EPS) ** 0.5 * weight
-    )
+def norm(x: Tensor, weight: Tensor, is_centred: bool = False) -> Tensor:
+    """Return the RMSNorm of each row, in double precision; if centred, its LayerNorm."""
+    x = x.double()
+    if is_centred:
+        x = x - x.mean(-1, keepdim=True)
+    return x / ((x**2).sum(-1, keepdim=True) / x.shape[-1] + EPS) ** 0.5 * weight
 
 
+@pytest.mark.parametrize("is_centred", [False, True])
 @pytest.mark.parametrize("has_after", [False, True])
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm):
+def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm, is_centred):
     x, residual, (after, before) = torch.randn(5, 24), torch.randn(5, 20), torch.randn(2, 20)
     weight, bias = torch.randn(20, 24), torch.randn(20)
     change = F.linear(x, weight, bias)
-    total = residual + (norm(change, after) if has_after else change)
-    normed = norm(total, before) if has_norm else total
-    norms = ResidualNorms(after if has_after else None, before if has_norm else None, EPS)
+    total = residual + (norm(change, after, is_centred) if has_after else change)
+    normed = norm(total, before, is_centred) if has_norm else total
+    norms = ResidualNorms(
+        after if has_after else None, before if has_norm else None, EPS, is_centred
+    )
     packed = DenseWeight(kernels.pack(weight), bias, 20)
     for got in (
         kernels.add_norm(change, residual.clone(), norms),
@@ -513,6 +517,9 @@ def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm):
         torch.testing.assert_close(got[0].double(), total.double(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(got[1].x.double(), normed.double(), atol=1e-5, rtol=1e-5)
         assert got[1].squares is None
+    if has_norm:
+        got = kernels.norm(got[0], before, EPS, is_centred).x
+        torch.testing.assert_close(got.double(), normed, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -530,18 +537,17 @@ def test_logits_are_capped_and_slot_0_has_none(kernels, softcap):
 
 
 @pytest.mark.parametrize(
-    ("is_whole", "norms_values", "norms_rotated"),
-    [(False, False, False), (True, False, False), (False, True, False), (False, False, True)],
+    ("is_whole", "norms_values"), [(False, False), (True, False), (False, True)]
 )
 @pytest.mark.parametrize(("window", "is_chunked"), [(None, False), (3, False), (3, True)])
 def test_attention_norms_rotates_stores_and_attends(
-    kernels, is_whole, norms_values, norms_rotated, window, is_chunked
+    kernels, is_whole, norms_values, window, is_chunked
 ):
     """A prompt of 7 tokens, of which the first 2 came in an earlier step, gives attention by its
     definition; then its queries alone, over the stored keys, give the same."""
     heads = heads_of(
         6, 2, 16, value_dim=10, window=window, is_chunked=is_chunked, norms_whole=is_whole,
-        norms_values=norms_values, norms_rotated=norms_rotated,
+        norms_values=norms_values,
     )  # fmt: skip
     joined, sinks = torch.randn(7, sum(heads.sizes)), torch.randn(6)
     q_norm, k_norm = (torch.randn(n * 16 if is_whole else 16) for n in (6, 2))
@@ -562,14 +568,12 @@ def test_attention_norms_rotates_stores_and_attends(
     if is_whole:
         q, k = norm(q, q_norm), norm(k, k_norm)
     q, k, v = q.view(7, 6, 16), k.view(7, 2, 16), v.view(7, 2, 10)
-    if not is_whole and not norms_rotated:
+    if not is_whole:
         q, k = norm(q, q_norm), norm(k, k_norm)
     if norms_values:
         v = norm(v, torch.ones(10))
     turns = torch.polar(torch.ones(1).double(), torch.arange(7)[:, None, None] * frequency.double())
     q, k = rotated(q, turns), rotated(k, turns)
-    if norms_rotated:
-        q, k = norm(q, q_norm), norm(k, k_norm)
     expected = torch.zeros(7, 6, 10, dtype=torch.float64)
     for t in range(7):
         first = t // 3 * 3 if is_chunked else max(0, t + 1 - (window or 7))

@@ -178,11 +178,6 @@ def test_values_of_another_size(device, small_grid, dim, value_dim, kind):
     Case((4, 2, dim, 16), [150, 7], device, value_dim=value_dim, **kind).check()
 
 
-@pytest.mark.parametrize("kind", [decode, decode_stream_k])
-def test_norms_after_the_rotation(device, small_grid, few_shares, kind):
-    Case((4, 2, 24, 8), [150, 7, 1], device, norms_rotated=True).check(kind=kind)
-
-
 GEMMA = [
     {"norms_values": True},
     {"norms_values": True, "stores": False},

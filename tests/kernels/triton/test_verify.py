@@ -142,19 +142,11 @@ class Case:
 
     def turned(self, part, i, t):
         """Return the heads of token t, normed and rotated."""
-        norm, cos, sin = self.rounded(self.norms[i]), self.angles.cos[t], self.angles.sin[t]
-
-        def normed(part):
-            if norm is None:
-                return part
-            return part * torch.rsqrt(part.square().mean(-1, keepdim=True) + 1e-6) * norm
-
-        def rotated(part):
-            a, b = part.chunk(2, dim=-1)
-            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-        part = part.view(-1, self.heads.head_dim)
-        return normed(rotated(part)) if self.heads.norms_rotated else rotated(normed(part))
+        part, norm = part.view(-1, self.heads.head_dim), self.rounded(self.norms[i])
+        if norm is not None:
+            part = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + 1e-6) * norm
+        (a, b), cos, sin = part.chunk(2, dim=-1), self.angles.cos[t], self.angles.sin[t]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
     def given(self):
         """Return the inputs of attention on the device, tokens and rows."""
@@ -310,7 +302,6 @@ def test_16_bits(device, half, monkeypatch, case, cut, apart):
     [
         ((4, 2, 24, 8), {"norms_values": True}),
         ((4, 2, 24, 8), {"stores": False, "norms_values": True, "window": 20}),
-        ((4, 2, 24, 8), {"norms_rotated": True}),
         ((4, 2, 24, 8), {"stores": False, "steps": 0}),
         ((4, 2, 24, 8), {"stores": False, "steps": 3}),
         ((8, 1, 512, 16), {"norms_values": True}),

@@ -101,32 +101,14 @@ def load_norm(norm, half, DIM: tl.constexpr):
 @triton.jit
 def norm_and_rotate(a, b, by_a, by_b, cos, sin, eps, DIM: tl.constexpr, NORM: tl.constexpr):
     """Norm and rotate heads in two halves, [heads, half] each; round where torch_ops.py rounds."""
-    if NORM == "before":
-        a, b = _norm_halves(a, b, by_a, by_b, eps, DIM)
     dtype = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
-    a, b = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
-    if NORM == "after":
-        a, b = _norm_halves(a, b, by_a, by_b, eps, DIM)
-    return a, b
-
-
-@triton.jit
-def _norm_halves(a, b, by_a, by_b, eps, DIM: tl.constexpr):
-    dtype = a.dtype
-    a, b = a.to(tl.float32), b.to(tl.float32)
-    square = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
-    scale = (1.0 / tl.sqrt_rn(square / DIM + eps))[:, None]
-    a = ((a * scale).to(dtype).to(tl.float32) * by_a).to(dtype)
-    b = ((b * scale).to(dtype).to(tl.float32) * by_b).to(dtype)
-    return a, b
-
-
-def norm_place(norms: QkNorms, heads: Heads) -> str | None:
-    """Return whether queries and keys are normed before or after their rotation, or (None) not."""
-    if norms.q is None:
-        return None
-    return "after" if heads.norms_rotated else "before"
+    if NORM:
+        square = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+        scale = (1.0 / tl.sqrt_rn(square / DIM + eps))[:, None]
+        a = ((a * scale).to(dtype).to(tl.float32) * by_a).to(dtype).to(tl.float32)
+        b = ((b * scale).to(dtype).to(tl.float32) * by_b).to(dtype).to(tl.float32)
+    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
 
 
 @triton.jit
@@ -418,7 +400,7 @@ def attend(
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
         SOFTCAP=heads.softcap, PAGE=kv.pages.shape[1], GROUP=max(16, group), MERGED=group,
         BATCH=max(1, min(16, 2048 * warps // (group * width))), HALF=half, WIDTH=width, KEYS=keys,
-        STAGES=stages, EARLY=early, NORM=norm_place(norms, heads),
+        STAGES=stages, EARLY=early, NORM=norms.q is not None,
         NORM_VALUES=heads.norms_values and heads.stores, STORES=heads.stores,
         num_warps=warps, **overlap(),
     )  # fmt: skip

@@ -28,7 +28,6 @@ from slotzero.kernels.triton.attention.decode import (
     load_table,
     merge_chunks,
     norm_and_rotate,
-    norm_place,
 )
 from slotzero.kernels.triton.attention.float8 import (
     as_query,
@@ -391,7 +390,7 @@ def attend(
         PAGE=kv.pages.shape[1], GROUP=max(16, group), MERGED=group,
         BATCH=max(1, min(16, 2048 * warps // (group * width))),
         HALF=max(16, triton.next_power_of_2(dim // 2)), WIDTH=width, KEYS=shape.keys,
-        NORM=norm_place(norms, heads), NORM_VALUES=heads.norms_values and heads.stores,
+        NORM=norms.q is not None, NORM_VALUES=heads.norms_values and heads.stores,
         STORES=heads.stores, num_warps=warps, num_stages=stages, **overlap(),
     )  # fmt: skip
     return out

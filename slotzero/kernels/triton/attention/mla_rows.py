@@ -56,7 +56,7 @@ def _store_kernel(
         head += (part - 1) * SOME
         source = q + token * q_stride + head * (NOPE_DIM + ROPE_DIM) + NOPE_DIM
         a, b = load_halves(source, ROPE_DIM // 2, head < HEADS, half, ROPE_DIM)
-        a, b = norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, ROPE_DIM, None)
+        a, b = norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, ROPE_DIM, False)
         target = query + (token * HEADS + head)[:, None] * size + half[None, :]
         inside = (head < HEADS)[:, None] & (half < ROPE_DIM // 2)[None, :]
         tl.store(target, a, mask=inside)
@@ -68,7 +68,7 @@ def _store_kernel(
         stored = kv_pages + (page * PAGE + position % PAGE) * size
         source = k + token * k_stride
         a, b = load_halves(source + one, ROPE_DIM // 2, one == 0, half, ROPE_DIM)
-        a, b = norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, ROPE_DIM, None)
+        a, b = norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, ROPE_DIM, False)
         latent = load_part(source + ROPE_DIM, k_norm, eps, LATENT, WIDTH)
         scale, _ = load_kv_scales(kv_scales, MLA=True)
         a, b = as_stored(a, scale, kv_pages), as_stored(b, scale, kv_pages)

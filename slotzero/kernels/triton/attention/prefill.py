@@ -28,7 +28,6 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.attention_plans import PrefillPlan
-from slotzero.kernels.triton.attention.decode import norm_place
 from slotzero.kernels.triton.attention.float8 import (
     as_query,
     as_stored,
@@ -143,12 +142,6 @@ def _rope_store_kernel(
     first_in = tl.load(source, mask=inside, other=0.0)  # [heads, pairs]
     second_in = tl.load(source + apart, mask=inside, other=0.0)
     first, second = first_in.to(tl.float32), second_in.to(tl.float32)
-    c = tl.load(cos + token * HALF + pair, mask=paired, other=0.0)
-    s = tl.load(sin + token * HALF + pair, mask=paired, other=0.0)
-    if NORM == "after":
-        turned = (first * c - second * s).to(first_in.dtype).to(tl.float32)
-        second_turned = (second * c + first * s).to(first_in.dtype).to(tl.float32)
-        first, second = tl.where(is_v, first, turned), tl.where(is_v, second, second_turned)
     if NORM or NORM_VALUES:
         square = tl.sum(first * first + second * second, axis=1) / dim
         scale = tl.rsqrt(square + eps)[:, None]
@@ -167,10 +160,10 @@ def _rope_store_kernel(
         second = (second * scale).to(first_in.dtype) * tl.where(is_q, q_second, k_second)
         first = first.to(first_in.dtype).to(tl.float32)
         second = second.to(first_in.dtype).to(tl.float32)
-    if NORM != "after":
-        first, second = first * c - second * s, second * c + first * s
-    first_out = tl.where(is_v, first_in, first.to(first_in.dtype))
-    second_out = tl.where(is_v, second_in, second.to(first_in.dtype))
+    c = tl.load(cos + token * HALF + pair, mask=paired, other=0.0)
+    s = tl.load(sin + token * HALF + pair, mask=paired, other=0.0)
+    first_out = tl.where(is_v, first_in, (first * c - second * s).to(first_in.dtype))
+    second_out = tl.where(is_v, second_in, (second * c + first * s).to(first_in.dtype))
 
     target = q + token * (HEADS * dim) + head * dim + pair
     tl.store(target, first_out, mask=is_q & paired)
@@ -375,7 +368,7 @@ def rope_store(
         qkv, *norms, heads.norm_eps, *angles, *kv, *tokens, q,
         qkv.stride(0), kv.page_table.stride(0),
         HEADS=heads.num_heads, KV_HEADS=kv_heads, HALF=half, VALUE_DIM=heads.value_dim,
-        PAGE=kv.pages.shape[1], NORM=norm_place(norms, heads),
+        PAGE=kv.pages.shape[1], NORM=norms.q is not None,
         NORM_VALUES=heads.norms_values and heads.stores, STORES=heads.stores,
         HEAD_BLOCK=HEADS_PER_PROGRAM,
         HALF_BLOCK=triton.next_power_of_2(max(half, (heads.value_dim + 1) // 2)), **overlap(),

@@ -29,7 +29,6 @@ from slotzero.kernels.triton.attention.decode import (
     load_pages,
     load_table,
     norm_and_rotate,
-    norm_place,
     norm_values,
     plan_kernel,
 )
@@ -398,7 +397,7 @@ def attend(
         BATCH=max(1, min(16, 2048 * warps // (MERGED_PAIRS * width))),
         HALF=padded_rows(dim // 2, 16), WIDTH=width, KEYS=keys, STAGES=stages,
         EARLY=early and plan.branches is None,  # a tree's bits are known too late
-        NORM=norm_place(norms, heads), NORM_VALUES=heads.norms_values and heads.stores,
+        NORM=norms.q is not None, NORM_VALUES=heads.norms_values and heads.stores,
         STORES=heads.stores, num_warps=warps, **overlap(),
     )  # fmt: skip
     return out
