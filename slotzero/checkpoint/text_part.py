@@ -29,8 +29,8 @@ OTHER_PARTS = tuple(
     f"{prefix}{part}."
     for prefix in ("model.", "")
     for part in (
-        "vision_tower", "vision_model", "visual", "multi_modal_projector", "embed_vision",
-        "audio_tower", "embed_audio",
+        "vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector",
+        "embed_vision", "audio_tower", "embed_audio",
     )
 )  # fmt: skip
 

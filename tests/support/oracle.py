@@ -612,7 +612,6 @@ HYBRIDS = (
     "olmo3",
     "gpt-oss",
     "mimo-v2",
-    "dots1",
     "llama4",
     "phi3",
     "smollm3-window",
@@ -620,6 +619,9 @@ HYBRIDS = (
     "cohere2",
 )
 """Families with sliding-window layers."""
+
+ALIKE = ("qwen3-moe", "mixtral", "glm4-moe", "glm4-moe-lite", "olmoe", "granite-moe", "dots1")
+"""Families made of parts that others have too. Tests of other things than families skip them."""
 
 RECURRENT = ("qwen3-next", "falcon-h1", "granite-hybrid", "nemotron-h")
 """Families with recurrent layers."""

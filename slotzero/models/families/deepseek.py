@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: multi-head latent attention (MLA), routed and shared experts, MTP layers."""
+"""DeepSeek-V2, V3, Kimi-K2: multi-head latent attention (MLA), routed and shared experts, MTP."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -144,5 +144,7 @@ FAMILIES = (
                 },
             ),
         },
+        aliases=("kimi_k2",),
+        multimodal={"KimiK25ForConditionalGeneration": "kimi_k2"},
     ),
 )  # fmt: skip

@@ -35,7 +35,7 @@ def parse(config: Config) -> ModelConfig:
 FAMILIES = (
     Family(
         "dots1", "Dots1ForCausalLM", parse,
-        frozenset({"n_routed_experts", "n_shared_experts", "num_local_experts", "num_experts"}),
+        frozenset({"n_routed_experts", "n_shared_experts"}),
         tiny={
             "dots1": tiny(
                 "dots1", "Dots1ForCausalLM", 3, 64, 136, (6, 2, 16), sliding_window=25,

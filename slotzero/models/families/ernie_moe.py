@@ -23,6 +23,7 @@ NAMES = MoeNames(correction="mlp.moe_statics.e_score_correction_bias", correctio
 def parse(config: Config) -> ModelConfig:
     require(config, "moe_norm_min", 1e-12)  # a sum of weights is never that small
     require(config, "moe_use_aux_free", True)
+    require(config, "compression_ratio", 1.0)
     groups = {"thetas": (5e5, 5e5), "is_interleaved": True}
     attention = llama_attention(config, qkv_bias=False, out_bias=False, groups=groups)
     shape = experts(
@@ -60,7 +61,7 @@ def _mlp_layer_types(config: Config) -> list[str]:
 FAMILIES = (
     Family(
         "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", parse,
-        frozenset({"num_experts", "num_local_experts", "num_nextn_predict_layers"}),
+        frozenset({"num_experts", "num_nextn_predict_layers"}),
         tiny={
             "ernie-moe": tiny(
                 "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", 3, 64, 136, (6, 2, 16),

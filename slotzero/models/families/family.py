@@ -30,6 +30,8 @@ class Family:
     """Fields of NEUTRAL that the family implements."""
     tiny: Mapping[str, Config] = field(default_factory=dict)
     """Random models of a few hundred kilobytes, by name (`tiny:NAME`)."""
+    aliases: tuple[str, ...] = ()
+    """Other model_types with the same architecture and fields."""
     defaults: Config = field(default_factory=dict)
     """Values of fields that published config.json files leave out."""
     multimodal: Mapping[str, str] = field(default_factory=dict)
@@ -104,8 +106,9 @@ def _packaged() -> Mapping[str, Family]:
 
 def architecture_of(model_type: str) -> str:
     """Return the architecture of a model_type; return an unknown model_type unchanged."""
-    known = {family.model_type: family.architecture for family in families().values()}
-    return known.get(model_type, model_type)
+    known = families().values()
+    named = {name: f.architecture for f in known for name in (f.model_type, *f.aliases)}
+    return named.get(model_type, model_type)
 
 
 def language_models(architecture: str) -> Mapping[str, Family]:
@@ -127,7 +130,7 @@ def family_of(config: Config) -> Family:
             f"architecture {architecture!r} is not supported; supported: {', '.join(names)}"
         )
     model_type = config.get("model_type", family.model_type)
-    if model_type != family.model_type:
+    if model_type not in (family.model_type, *family.aliases):
         raise UnsupportedModelError(
             f"config field model_type={model_type!r} contradicts architecture {architecture}, "
             f"which has model_type={family.model_type!r}: correct config.json"

@@ -33,8 +33,8 @@ FAMILIES = (
     Family(
         "glm4_moe", "Glm4MoeForCausalLM", parse,
         frozenset({
-            "partial_rotary_factor", "n_routed_experts", "n_shared_experts", "num_local_experts",
-            "num_experts", "num_nextn_predict_layers", "use_qk_norm",
+            "partial_rotary_factor", "n_routed_experts", "n_shared_experts",
+            "num_nextn_predict_layers", "use_qk_norm",
         }),
         tiny={
             "glm4-moe": tiny(

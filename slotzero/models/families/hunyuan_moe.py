@@ -47,9 +47,8 @@ def parse(config: Config) -> ModelConfig:
         norm_names=("query_layernorm", "key_layernorm"),
     )
     shape = experts(
-        config, either(config, "num_experts", "num_local_experts"),
-        either(config, "moe_topk", "num_experts_per_tok"), "intermediate_size",
-        scores="softmax", is_normed=True,
+        config, "num_experts", either(config, "moe_topk", "num_experts_per_tok"),
+        "intermediate_size", scores="softmax", is_normed=True,
     )  # fmt: skip
     moe = MoeMlp(
         positive(config, "hidden_size"), shape, MoeNames(router="mlp.gate.wg", shared=None)
@@ -73,7 +72,7 @@ def _of_all_layers(field: str, value: Any) -> Any:
 FAMILIES = (
     Family(
         "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", parse,
-        frozenset({"num_experts", "num_local_experts", "use_qk_norm"}),
+        frozenset({"num_experts", "use_qk_norm"}),
         tiny={
             "hunyuan-moe": tiny(
                 "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", 2, 64, 40, (6, 2, 16), num_experts=6,

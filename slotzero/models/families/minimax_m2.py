@@ -43,7 +43,14 @@ def parse(config: Config) -> ModelConfig:
         scores="sigmoid", is_corrected=True, is_normed=True,
     )  # fmt: skip
     attention = llama_attention(rope, qkv_bias=False, out_bias=False, heads=heads, qk_norm="whole")
-    return sparse_model(config, attention, MoeMlp(positive(config, "hidden_size"), shape, NAMES))
+    first = positive(config, "num_hidden_layers")
+    mtp = range(first, first + (config.get("num_mtp_modules") or 0))
+    return sparse_model(
+        config,
+        attention,
+        MoeMlp(positive(config, "hidden_size"), shape, NAMES),
+        ignored=tuple(f"model.layers.{layer}." for layer in mtp),
+    )
 
 
 FAMILIES = (

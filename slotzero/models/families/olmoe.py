@@ -26,7 +26,7 @@ def parse(config: Config) -> ModelConfig:
 
 FAMILIES = (
     Family(
-        "olmoe", "OlmoeForCausalLM", parse, frozenset({"num_experts", "num_local_experts"}),
+        "olmoe", "OlmoeForCausalLM", parse, frozenset({"num_experts"}),
         tiny={
             "olmoe": tiny(
                 "olmoe", "OlmoeForCausalLM", 2, 64, 40, (4, 4, 16), num_experts=7,
