@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import FAMILIES, build
+from oracle import FAMILIES, VARIANTS, build
 from safetensors.torch import load_file, save_file
 from traced import prompts_of
 
@@ -42,7 +42,11 @@ PAGE = 2 * 16 * 2 * 16 * 4  # layers, page size, k and v, head size, float32
 AHEAD = {"speculative": "mtp", "speculative_steps": 2}
 TREE = {"speculative_topk": 2, "speculative_num_draft_tokens": 4}
 JOBS = {
-    **{name: (name, SETTINGS) for name in FAMILIES if not name.startswith("rope")},
+    **{
+        name: (name, SETTINGS)
+        for name in FAMILIES
+        if not name.startswith("rope") and name not in VARIANTS
+    },
     **{f"{name}-spread": (name, SETTINGS) for name in ("gpt-oss", "deepseek-v2", "deepseek-v3")},
     "llama-graphs": ("llama", {**SETTINGS, "backend": "cpu", "max_num_seqs": 2}),
     "llama-preempted": (

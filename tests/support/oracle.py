@@ -494,11 +494,25 @@ HYBRIDS = (
     "gpt-oss",
     "mimo-v2",
     "phi3",
-    "smollm3-window",
-    "exaone4-window",
     "cohere2",
 )
 """Families with sliding-window layers."""
+
+VARIANTS = (
+    "granite",
+    "smollm3-window",
+    "olmo2",
+    "glm",
+    "ministral3",
+    "cohere",
+    "exaone4",
+    "exaone4-window",
+    "seed-oss",
+    "ernie4.5",
+    "arcee",
+)
+"""Families that combine what others have: only their config is their own, so that one test of each
+is enough."""
 
 RECURRENT = ("qwen3-next", "falcon-h1", "granite-hybrid", "nemotron-h")
 """Families with recurrent layers."""
