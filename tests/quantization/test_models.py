@@ -80,7 +80,7 @@ def plain_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuKernels, "round_input", lambda _, x, weight: x)
 
 
-SCALED = ("tiny:falcon-h1", "tiny:granite-hybrid", "tiny:mimo-v2")
+SCALED = ("tiny:falcon-h1", "tiny:granite", "tiny:granite-hybrid", "tiny:mimo-v2")
 """Their multipliers change scales or numbers, which round differently."""
 
 
