@@ -221,6 +221,28 @@ def test_fp8_blocks_stay_packed(oracles: Any, tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.usefixtures("plain_inputs")
+@pytest.mark.parametrize(
+    ("settings", "convert"),
+    [
+        (compressed(4, 16), packed_ints(4, 16)),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_static),
+        (FP8_BLOCKS, fp8_blocks),
+    ],
+    ids=["int4", "fp8", "fp8 blocks"],
+)
+def test_parts_of_a_fused_tensor_stay_packed(
+    settings: dict[str, Any], convert: Convert, oracles: Any, tmp_path: Path
+) -> None:
+    """Phi-3 stores queries, keys and values in one tensor, and gates with values in another."""
+    folder = write(tmp_path / "model", oracles("phi3"), settings, convert)
+    assert is_quantised(folder)
+    packed, plain = answers(folder), answers(folder, quantization="none")
+    assert packed[0] == plain[0]
+    for one, other in zip(packed[1], plain[1], strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(
     "names",
     [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale",)],

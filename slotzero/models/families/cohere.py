@@ -55,6 +55,5 @@ FAMILIES = (
             ),
         },
         defaults=DEFAULTS,
-        multimodal={"Cohere2VisionForConditionalGeneration": "cohere2"},
     ),
 )  # fmt: skip
