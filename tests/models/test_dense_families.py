@@ -23,6 +23,8 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0]
         ("llama", {"use_bias": True}, ["use_bias=True"]),
         ("llama", {"attention_out_bias": True}, ["attention_out_bias=True"]),
         ("cohere2", {"use_qk_norm": True}, ["use_qk_norm=True"]),
+        ("cohere2", {"use_parallel_block": False}, ["use_parallel_block=False", "only True"]),
+        ("hunyuan", {"use_cla": True}, ["use_cla=True"]),
         ("hunyuan", {"use_qk_norm": False}, ["use_qk_norm=False", "only True"]),
         ("arcee", {"hidden_act": "silu"}, ["hidden_act='silu'", "relu2"]),
         (
