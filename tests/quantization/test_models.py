@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import VARIANTS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from traced import Traced, prompts_of
@@ -80,12 +81,14 @@ def plain_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuKernels, "round_input", lambda _, x, weight: x)
 
 
-SCALED = ("tiny:falcon-h1", "tiny:granite", "tiny:granite-hybrid", "tiny:mimo-v2")
+SCALED = ("tiny:falcon-h1", "tiny:granite-hybrid", "tiny:mimo-v2")
 """Their multipliers change scales or numbers, which round differently."""
 
 
 @pytest.mark.usefixtures("plain_inputs")
-@pytest.mark.parametrize("model", tiny_names())
+@pytest.mark.parametrize(
+    "model", [name for name in tiny_names() if name.removeprefix("tiny:") not in VARIANTS]
+)
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
 def test_converted_weights_compute_as_the_numbers_they_stand_for(
     model: str, quantization: str, unpacked: Callable[[], None]
