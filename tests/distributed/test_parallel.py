@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import ALIKE, FAMILIES, build
+from oracle import FAMILIES, VARIANTS, build
 from safetensors.torch import load_file, save_file
 from traced import prompts_of
 
@@ -43,7 +43,11 @@ SPREAD = "gpt-oss", "deepseek-v2", "deepseek-v3", "llama4"
 AHEAD = {"speculative": "mtp", "speculative_steps": 2}
 TREE = {"speculative_topk": 2, "speculative_num_draft_tokens": 4}
 JOBS = {
-    **{name: (name, SETTINGS) for name in FAMILIES if name[:4] != "rope" and name not in ALIKE},
+    **{
+        name: (name, SETTINGS)
+        for name in FAMILIES
+        if not name.startswith("rope") and name not in VARIANTS
+    },
     **{f"{name}-spread": (name, SETTINGS) for name in SPREAD},
     "llama-graphs": ("llama", {**SETTINGS, "backend": "cpu", "max_num_seqs": 2}),
     "llama-preempted": (

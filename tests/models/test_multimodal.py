@@ -33,6 +33,17 @@ MODELS = {
         {**VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
         {},
     ),
+    "Mistral3-Ministral3": (
+        {
+            "model_type": "ministral3", "head_dim": 24,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5,
+            },
+        },
+        VISION,
+        {},
+    ),
     "Qwen3VL": (
         {
             "head_dim": 16,
@@ -53,6 +64,7 @@ MODELS = {
 def build(name: str, folder: Path) -> Oracle:
     torch.manual_seed(1)
     text, vision, more = MODELS[name]
+    name = name.split("-")[0]
     config = getattr(transformers, f"{name}Config")(
         text_config={**BASE, **text}, vision_config=vision, tie_word_embeddings=False, **more
     )

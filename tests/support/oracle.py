@@ -614,14 +614,34 @@ HYBRIDS = (
     "mimo-v2",
     "llama4",
     "phi3",
-    "smollm3-window",
-    "exaone4-window",
     "cohere2",
 )
 """Families with sliding-window layers."""
 
-ALIKE = ("qwen3-moe", "mixtral", "glm4-moe", "glm4-moe-lite", "olmoe", "granite-moe", "dots1")
-"""Families made of parts that others have too. Tests of other things than families skip them."""
+VARIANTS = (
+    "granite",
+    "smollm3-window",
+    "olmo2",
+    "glm",
+    "ministral3",
+    "cohere",
+    "exaone4",
+    "exaone4-window",
+    "seed-oss",
+    "ernie4.5",
+    "arcee",
+    "qwen2-moe",
+    "qwen3-moe",
+    "mixtral",
+    "glm4-moe",
+    "glm4-moe-lite",
+    "olmoe",
+    "granite-moe",
+    "dots1",
+    "hunyuan-moe",
+)
+"""Families that combine what others have: only their config is their own, so that one test of each
+is enough."""
 
 RECURRENT = ("qwen3-next", "falcon-h1", "granite-hybrid", "nemotron-h")
 """Families with recurrent layers."""

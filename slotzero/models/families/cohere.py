@@ -12,7 +12,7 @@ from slotzero.models.families.family import Family
 from slotzero.models.families.llama import llama_like
 from slotzero.models.families.standard import IsSliding, never, pre_norms
 from slotzero.models.families.tiny import layer_types, tiny
-from slotzero.models.fields import multiplier, positive
+from slotzero.models.fields import multiplier, positive, require
 
 Config = Mapping[str, Any]
 
@@ -27,6 +27,8 @@ def parse_cohere2(config: Config) -> ModelConfig:
 
 
 def _parse(config: Config, is_sliding: IsSliding, unrotated: tuple[str, ...]) -> ModelConfig:
+    require(config, "use_parallel_block", True)
+    require(config, "use_gated_activation", True)
     config = {**config, "rms_norm_eps": config["layer_norm_eps"]}
     model = llama_like(
         config,
@@ -55,6 +57,5 @@ FAMILIES = (
             ),
         },
         defaults=DEFAULTS,
-        multimodal={"Cohere2VisionForConditionalGeneration": "cohere2"},
     ),
 )  # fmt: skip

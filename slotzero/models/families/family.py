@@ -71,6 +71,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attn_temperature_tuning": (None, False),
     "attention_out_bias": (None, False),
     "use_bias": (None, False),
+    "use_cla": (None, False),  # layers that read the KV of the layer before them
     "use_qk_norm": (None, False),
     "logit_scale": (None, 1, 1.0),
     "per_layer_config": (None, {}),

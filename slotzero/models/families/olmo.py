@@ -39,7 +39,7 @@ FAMILIES = (
     Family(
         "olmo2", "Olmo2ForCausalLM", parse_olmo2,
         tiny={
-            "olmo2": tiny("olmo2", "Olmo2ForCausalLM", 2, 64, 136, (4, 2, 16), rope_theta=5e5),
+            "olmo2": tiny("olmo2", "Olmo2ForCausalLM", 3, 64, 136, (4, 2, 16), rope_theta=5e5),
         },
         defaults={"rms_norm_eps": 1e-5},
     ),

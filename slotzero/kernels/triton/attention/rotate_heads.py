@@ -68,7 +68,7 @@ def rotate_heads(
         _rotate_heads_kernel, (len(qkv), num_q + num_k + (v_size > 0)),
         qkv, *norms, *q_angles, *k_angles, out, qkv.stride(0), heads.norm_eps,
         HEADS=num_q, KV_HEADS=num_k, HALF=half, VALUES=v_size,
-        HALF_BLOCK=triton.next_power_of_2(half), VALUES_BLOCK=triton.next_power_of_2(v_size),
-        num_warps=1, **overlap(),
+        HALF_BLOCK=triton.next_power_of_2(half),
+        VALUES_BLOCK=triton.next_power_of_2(max(v_size, 1)), num_warps=1, **overlap(),
     )  # fmt: skip
     return out
