@@ -1,4 +1,8 @@
-"""Phi-3 and Phi-4: Llama with fused projections, LongRoPE, and perhaps a window in all layers."""
+"""Phi-3 and Phi-4: Llama with fused projections, LongRoPE, and perhaps a window in all layers.
+
+With LongRoPE, prompts share prefixes only if max_model_len is at most the original context length:
+beyond it, keys depend on the length of the prompt.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -596,6 +596,23 @@ def test_attention_norms_rotates_stores_and_attends(
     torch.testing.assert_close(kv, before, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("stores", [True, False])
+def test_heads_are_rotated_and_then_normed(kernels, stores):
+    heads = heads_of(6, 2, 16, value_dim=10, stores=stores)
+    joined, norms = torch.randn(7, sum(heads.sizes)), torch.randn(2, 16)
+    angles = torch.rand(2, 7, 1, 8)
+    both = [Angles(angle.cos(), 2 * angle.sin()) for angle in angles]
+    q, k, v = joined.double().split(heads.sizes, -1)
+    wanted = []
+    for x, turn, weight in zip((q, k), both, norms, strict=True):
+        turned = rotated(x.view(7, -1, 16), torch.complex(*(part.double() for part in turn)))
+        wanted.append((turned, norm(turned, weight)))
+    for index, weights in enumerate((QkNorms(None, None), QkNorms(*norms))):
+        expected = torch.cat([*(each[index].flatten(1) for each in wanted), v], dim=-1)
+        got = kernels.rotate_heads(joined, weights, *both, heads)
+        torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def rotated(x: Tensor, turns: Tensor) -> Tensor:
     """Rotate pairs (i, i + size / 2), taken as complex numbers."""
     pairs = torch.complex(*x.chunk(2, -1)) * turns
