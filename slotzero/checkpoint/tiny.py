@@ -5,6 +5,7 @@ are bytes, so any text can be a prompt. See models/families/tiny.py for the shap
 """
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from slotzero.checkpoint.dummy import DummyCheckpoint
@@ -28,7 +29,11 @@ def tiny_names() -> list[str]:
 def tiny_checkpoint(name: str) -> DummyCheckpoint:
     config = {**tiny_configs(), **gemma4_assistant.TINY}.get(name.removeprefix(PREFIX))
     if config is None:
-        raise ModelNotFoundError(f"no tiny model {name!r}; use one of {', '.join(tiny_names())}")
+        near = get_close_matches(name, tiny_names(), n=3, cutoff=0.4)
+        raise ModelNotFoundError(
+            f"no tiny model {name!r}; use {', '.join([*near, PREFIX + 'llama'])} or another one "
+            "that README.md lists"
+        )
     return DummyCheckpoint(
         config,
         name,

@@ -79,7 +79,7 @@ class ReferenceKernels(TorchKernels):
         for t, position in enumerate(positions.tolist()):
             if slots[t] > 0:
                 if branches is None:
-                    seen = _window(position, heads)
+                    seen = torch.arange(heads.first_key(position), position + 1)
                 else:
                     base, bits, stands = (int(part[t]) for part in branches)
                     seen = _branch(position, base, bits, stands, heads)
@@ -126,15 +126,7 @@ class ReferenceKernels(TorchKernels):
             target.copy_(values)
 
 
-def _window(position: int, heads: Heads) -> Tensor:
-    return torch.arange(_first(position, heads), position + 1)
-
-
-def _first(position: int, heads: Heads) -> int:
-    return 0 if heads.window is None else max(0, position + 1 - heads.window)
-
-
 def _branch(place: int, base: int, seen: int, position: int, heads: Heads) -> Tensor:
     places = range(base, min(place + 1, base + MAX_PLACES))
     told = [place for place in places if seen >> (place - base) & 1]
-    return torch.tensor([*range(_first(position, heads), base), *told])
+    return torch.tensor([*range(heads.first_key(position), base), *told])

@@ -28,6 +28,7 @@ class Source:
     column_scales: Sequence[float] | None = None
     whole: int | None = None
     first: int = 0
+    is_one_row: bool = False  # a vector that is stored as a matrix with one row
 
     @property
     def num_taken(self) -> int:
@@ -73,13 +74,15 @@ class Param:
     summed_over: Literal["attention", "mlp"] | None = None
     """For the bias of a row-parallel linear layer: the ranks whose results are summed. Only one of
     them adds the bias."""
+    num_ones: int = 0
+    """Instead of sources: a vector of so many ones, which no checkpoint stores."""
     is_sensitive: bool = False
     """A router, an embedding or a vocabulary head: it keeps its type when weights are converted
     while they load."""
 
     @property
     def out_features(self) -> int:
-        return sum(source.num_taken for source in self.sources)
+        return self.num_ones or sum(source.num_taken for source in self.sources)
 
     @property
     def of_all_ranks(self) -> "Param":
@@ -152,7 +155,8 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(span.whole for span in self.spans)
+        shape = tuple(span.whole for span in self.spans)
+        return (1, *shape) if self.source.is_one_row else shape
 
     @property
     def module(self) -> str:

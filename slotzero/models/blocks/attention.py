@@ -13,7 +13,7 @@ from slotzero.kernels.attention_plans import AttentionPlan
 from slotzero.kernels.types import Angles, Heads, Normed, PagedKv, QkNorms, ResidualNorms
 from slotzero.kernels.weights import LinearWeight
 from slotzero.models.blocks.block import FLAG, Block, BlockContext, split_evenly
-from slotzero.models.param import LinearParam, Param, Params, Source, linear
+from slotzero.models.param import LinearParam, Param, Params, Source, linear, side_by_side
 from slotzero.models.rope import RopeConfig, halves
 
 
@@ -73,6 +73,9 @@ class AttentionInputs(NamedTuple):
     angles: Angles
     kv: PagedKv
     plan: AttentionPlan
+    still: Angles | None = None
+    """Angles that do not rotate, if a layer of the group needs them."""
+    q_angles: Angles | None = None  # of the queries, if they differ; see RopeConfig.query_beta
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,13 @@ class Attention(Block):
     hidden_size: int
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["head", "whole"] | None = None
+    qk_norm: Literal["head", "whole", "unit", "rotated_head"] | None = None
+    """Norms of queries and keys: of each head, of all heads at once, of each without a weight, or
+    of each after RoPE."""
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norm_offset: float = 0.0
+    is_rotated: bool = True
+    """False: queries and keys are not rotated (NoPE), although other layers of the group are."""
     reads: bool = False
     """Whether the layer computes queries only and stores no KV; see KvGroup.readers."""
     sinks: str | None = None  # name of the attention sinks in the checkpoint
@@ -93,6 +101,8 @@ class Attention(Block):
     """Whether the values are the keys before norm and rotation."""
     scales: AttentionScales = NO_SCALES
     prefix: str = "self_attn"
+    fused: str | None = None
+    """Name of the one tensor in which the checkpoint stores queries, keys and values."""
     in_features: int | None = None  # None: hidden_size
 
     weights_type = AttentionWeights
@@ -109,12 +119,21 @@ class Attention(Block):
     def in_size(self) -> int:
         return self.in_features or self.hidden_size
 
+    @property
+    def rotates_ahead(self) -> bool:
+        """Whether queries and keys are rotated before the attention kernel is called."""
+        return self.qk_norm == "rotated_head" or bool(self.group.rope.query_beta)
+
+    @property
+    def needs_still(self) -> bool:
+        return self.rotates_ahead or not self.is_rotated
+
     def shard(self, ranks: Ranks) -> Self:
         return replace(self, group=self.group.shard(ranks.attention.size))
 
     def params(self) -> Params:
         q, gate = self._query_sources()
-        qkv = [q, *self._key_value_sources()]
+        qkv = self._in_fused([q, *self._key_value_sources()])
         biases = [source.scaled(1 / self.scales.input) for source in qkv] if self.qkv_bias else ()
         out = Source(f"{self.prefix}.o_proj", self.hidden_size, scale=self.scales.out)
         out_bias = [out] if self.out_bias else ()
@@ -160,6 +179,16 @@ class Attention(Block):
             Source(f"{self.prefix}.{values}", v_size, scale=v_scale),
         ]
 
+    def _in_fused(self, sources: list[Source]) -> list[Source]:
+        """Return the sources as rows of the fused tensor, if there is one."""
+        if self.fused is None:
+            return sources
+        parts = side_by_side(f"{self.prefix}.{self.fused}", self.heads.sizes)
+        return [
+            replace(part, order=source.order, scale=source.scale)
+            for part, source in zip(parts, sources, strict=True)
+        ]
+
     def _gate_param(self, gate: Source) -> LinearParam:
         return linear(self.in_size, gate, biases=[gate] if self.qkv_bias else ())
 
@@ -167,11 +196,15 @@ class Attention(Block):
         heads, order = self.heads, halves(self.group.rope)
         names = () if self.qk_norm is None else ("q", "k") if heads.stores else ("q",)
         params: dict[str, Param | None] = {"q": None, "k": None}
-        for name, size in zip(names, heads.sizes[: len(names)], strict=True):
+        stored = self.norm_names[: len(names)]
+        for name, field, size in zip(stored, names, heads.sizes[: len(names)], strict=True):
+            if self.qk_norm == "unit":
+                params[field] = Param((), num_ones=heads.head_dim, starts_at_one=True)
+                continue
             size = size if self.qk_norm == "whole" else heads.head_dim
             rows = by_head(order, size // heads.head_dim)
-            source = Source(f"{self.prefix}.{name}_norm.weight", size, rows)
-            params[name] = Param((source,), offset=self.norm_offset, starts_at_one=True)
+            source = Source(f"{self.prefix}.{name}.weight", size, rows)
+            params[field] = Param((source,), offset=self.norm_offset, starts_at_one=True)
         return params
 
     def _sink_param(self) -> Param | None:
@@ -193,8 +226,17 @@ class Attention(Block):
         if heads.norms_whole and ranks.attention.is_distributed:
             qkv = _norm_over_ranks(ranks, qkv, qk_norms, heads)
             heads, qk_norms = replace(heads, norms_whole=False), QkNorms(None, None)
-        angles, kv, plan = inputs
-        attended = kernels.attention(qkv, qk_norms, weights.sinks, angles, kv, plan, heads)
+        angles = inputs.angles
+        if self.needs_still:
+            assert inputs.still is not None
+            angles = inputs.still
+        if self.rotates_ahead:
+            q_angles = inputs.q_angles or inputs.angles
+            qkv = kernels.rotate_heads(qkv, qk_norms, q_angles, inputs.angles, heads)
+            qk_norms = QkNorms(None, None)
+        attended = kernels.attention(
+            qkv, qk_norms, weights.sinks, angles, inputs.kv, inputs.plan, heads
+        )
         if weights.gate is not None:
             attended = kernels.gate(kernels.linear(x, weights.gate), attended, "sigmoid")
         x = Normed(attended)

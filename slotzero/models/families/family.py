@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,13 @@ class Family:
     """Fields of NEUTRAL that the family implements."""
     tiny: Mapping[str, Config] = field(default_factory=dict)
     """Random models of a few hundred kilobytes, by name (`tiny:NAME`)."""
+    aliases: tuple[str, ...] = ()
+    """Other model_types with the same architecture and fields."""
+    defaults: Config = field(default_factory=dict)
+    """Values of fields that published config.json files leave out."""
+    multimodal: Mapping[str, str] = field(default_factory=dict)
+    """Multimodal architectures whose language model this is, with the model_type that its config
+    has there, in the field text_config. Only text is supported; see checkpoint/text_part.py."""
 
 
 # Fields that must not be ignored, because they change results, and the values without an effect.
@@ -60,6 +68,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "clip_qkv": (None,),
     "no_rope_layers": (None,),
     "no_rope_layer_interval": (None,),
+    "attention_chunk_size": (None,),
+    "attn_temperature_tuning": (None, False),
+    "attention_out_bias": (None, False),
+    "use_bias": (None, False),
+    "use_cla": (None, False),  # layers that read the KV of the layer before them
+    "use_qk_norm": (None, False),
+    "logit_scale": (None, 1, 1.0),
     "per_layer_config": (None, {}),
     "global_head_dim": (None,),
     "num_global_key_value_heads": (None,),
@@ -93,8 +108,16 @@ def _packaged() -> Mapping[str, Family]:
 
 def architecture_of(model_type: str) -> str:
     """Return the architecture of a model_type; return an unknown model_type unchanged."""
-    known = {family.model_type: family.architecture for family in families().values()}
-    return known.get(model_type, model_type)
+    known = families().values()
+    named = {name: f.architecture for f in known for name in (f.model_type, *f.aliases)}
+    return named.get(model_type, model_type)
+
+
+def language_models(architecture: str) -> Mapping[str, Family]:
+    """Return the families that may be the language model of a multimodal architecture, by the
+    model_type of text_config; empty if the architecture is not multimodal."""
+    found = (family for family in families().values() if architecture in family.multimodal)
+    return {family.multimodal[architecture]: family for family in found}
 
 
 def family_of(config: Config) -> Family:
@@ -104,11 +127,14 @@ def family_of(config: Config) -> Family:
     architecture = (config.get("architectures") or [named])[0]
     family = known.get(architecture)
     if family is None:
+        names = [*known, *dict.fromkeys(name for f in known.values() for name in f.multimodal)]
+        near = get_close_matches(architecture, names, n=4, cutoff=0.0)
         raise UnsupportedModelError(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(known)}"
+            f"architecture {architecture!r} is not supported; the most similar of {len(names)} "
+            f"that are supported: {', '.join(near)}"
         )
     model_type = config.get("model_type", family.model_type)
-    if model_type != family.model_type:
+    if model_type not in (family.model_type, *family.aliases):
         raise UnsupportedModelError(
             f"config field model_type={model_type!r} contradicts architecture {architecture}, "
             f"which has model_type={family.model_type!r}: correct config.json"
@@ -120,7 +146,7 @@ def parse_config(config: Config) -> ModelConfig:
     """Return the ModelConfig for a config.json; raise on a field that is not implemented."""
     family = family_of(config)
     _refuse_unimplemented(config, family)
-    model = family.parse({"model_type": family.model_type, **config})
+    model = family.parse({"model_type": family.model_type, **family.defaults, **config})
     return replace(model, quantization=parse_quantization(config))
 
 
