@@ -3,6 +3,7 @@
 A family file defines `FAMILIES`. To add a family from outside the package, call `register`.
 """
 
+import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -122,8 +123,10 @@ def family_of(config: Config) -> Family:
     family = known.get(architecture)
     if family is None:
         names = [*known, *dict.fromkeys(name for f in known.values() for name in f.multimodal)]
+        close = difflib.get_close_matches(str(architecture), names, n=3, cutoff=0.0)
         raise UnsupportedModelError(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(names)}"
+            f"architecture {architecture!r} is not supported; the closest of {len(names)} "
+            f"supported: {', '.join(close)}"
         )
     model_type = config.get("model_type", family.model_type)
     if model_type != family.model_type:
