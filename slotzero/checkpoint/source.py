@@ -27,7 +27,7 @@ from slotzero.checkpoint.folder import (
 )
 from slotzero.checkpoint.gguf import GgufCheckpoint
 from slotzero.checkpoint.text_part import text_part
-from slotzero.checkpoint.tiny import PREFIX, tiny_checkpoint, tiny_names
+from slotzero.checkpoint.tiny import PREFIX, tiny_checkpoint
 from slotzero.config import DEFAULT_MODEL, LOAD_FORMATS
 from slotzero.errors import ConfigError, ModelNotFoundError
 from slotzero.models.checkpoint import Checkpoint
@@ -80,7 +80,7 @@ def _open(model: str, load_format: str, is_model: bool) -> Checkpoint:
         return _open_folder(_download(model, dummy, is_model), model, dummy, is_model)
     raise ModelNotFoundError(
         f"no model {model!r}; pass a folder with config.json, a .gguf file, a hub id (org/name), "
-        f"{DEFAULT_MODEL}, or one of {', '.join(tiny_names())}"
+        f"{DEFAULT_MODEL}, or a tiny model such as tiny:llama (README.md lists them)"
     )
 
 

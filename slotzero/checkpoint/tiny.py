@@ -4,6 +4,7 @@ They have a few hundred kilobytes. Their output is meaningless, but always the s
 are bytes, so any text can be a prompt. See models/families/tiny.py for the shapes.
 """
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,11 @@ def tiny_names() -> list[str]:
 def tiny_checkpoint(name: str) -> DummyCheckpoint:
     config = {**tiny_configs(), **gemma4_assistant.TINY}.get(name.removeprefix(PREFIX))
     if config is None:
-        raise ModelNotFoundError(f"no tiny model {name!r}; use one of {', '.join(tiny_names())}")
+        close = difflib.get_close_matches(name, tiny_names(), n=3, cutoff=0.0)
+        raise ModelNotFoundError(
+            f"no tiny model {name!r}; use tiny:llama, or another that README.md lists; the closest "
+            f"names are {', '.join(close)}"
+        )
     return DummyCheckpoint(
         config,
         name,

@@ -259,7 +259,7 @@ def test_the_error_for_an_unknown_name_says_what_works(name: str) -> None:
 
 
 def test_other_unknown_names_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"'tiny:gpt5'; use one of tiny:.*tiny:llama"):
+    with pytest.raises(ModelNotFoundError, match=r"'tiny:gpt5'; use tiny:llama.*tiny:gpt-oss"):
         open_checkpoint("tiny:gpt5")
     with pytest.raises(ConfigError, match="'fast' is unknown; use one of auto, dummy"):
         open_checkpoint("tiny:llama", "fast")
