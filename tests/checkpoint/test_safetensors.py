@@ -254,7 +254,7 @@ def test_the_error_for_an_unknown_name_says_what_works(name: str) -> None:
         open_checkpoint(name)
     assert repr(name) in str(caught.value)
     assert "smollm2" in str(caught.value)
-    assert "tiny:qwen3" in str(caught.value)
+    assert "tiny:llama" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
