@@ -26,6 +26,7 @@ from slotzero.checkpoint.folder import (
     folder_sampling,
 )
 from slotzero.checkpoint.gguf import GgufCheckpoint
+from slotzero.checkpoint.joint_experts import separate_experts
 from slotzero.checkpoint.text_part import TEXT, TextCheckpoint
 from slotzero.checkpoint.tiny import PREFIX, tiny_checkpoint, tiny_names
 from slotzero.config import DEFAULT_MODEL, LOAD_FORMATS
@@ -99,7 +100,7 @@ def _open_folder(path: Path, name: str | None, dummy: bool, is_model: bool) -> C
         checkpoint: Checkpoint = FolderCheckpoint(path, name)
         if any(stored.startswith(TEXT) for stored in checkpoint.names()):
             checkpoint = TextCheckpoint(checkpoint)
-        return checkpoint
+        return separate_experts(checkpoint)
     return DummyCheckpoint(
         folder_config(path),
         name or path.resolve().name,

@@ -13,11 +13,18 @@ from torch import Tensor
 from slotzero.errors import UnsupportedModelError
 from slotzero.models.checkpoint import Checkpoint, CheckpointView, Part
 
-TEXT_MODELS: Mapping[str, str] = {"Gemma4ForConditionalGeneration": "Gemma4ForCausalLM"}
-COMMON_FIELDS = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")  # for all parts
+TEXT_MODELS: Mapping[str, str] = {
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+COMMON_FIELDS = (  # for all parts
+    "dtype", "torch_dtype", "quantization_config", "eos_token_id", "tie_word_embeddings",
+)  # fmt: skip
 TEXT = "model.language_model."
 OTHER_PARTS = tuple(
-    f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+    f"model.{part}."
+    for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio", "visual")
 )
 
 

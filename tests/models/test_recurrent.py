@@ -22,6 +22,7 @@ from slotzero.speculative.model import ModelDrafter
 pytestmark = pytest.mark.slow
 
 TINY = [f"tiny:{family}" for family in RECURRENT]
+DRAFTERS = {"tiny:qwen3-next": "mtp", "tiny:granite-hybrid": "eagle", "tiny:qwen3.5": "mtp"}
 PROMPTS = [1, 2, 3, 5, 31, 64, 97, 400]
 CUT = {"max_num_batched_tokens": 37, "snapshot_interval": 32, "max_num_seqs": 4}
 
@@ -155,10 +156,9 @@ def test_drafts_that_are_right_for_a_while(model, backend, monkeypatch):
     assert llm.engine.schedulers[0].ledger.cache.stats.num_hit_tokens == 96  # found by its snapshot
 
 
-@pytest.mark.parametrize(
-    ("model", "drafter"), [*zip(TINY, ["mtp", "eagle3", "eagle", "eagle3"], strict=True)]
-)
-def test_every_drafter_changes_nothing(model, drafter):
+@pytest.mark.parametrize("model", TINY)
+def test_every_drafter_changes_nothing(model):
+    drafter = DRAFTERS.get(model, "eagle3")
     texts = [p["prompt_token_ids"] for p in prompts_of([5, 70, 17, 33, 1], 256)]
     noise = {"temperature": 0.9, "seed": 3, "top_k": 50}
     expected = tokens_of(make(model), texts, 40, **noise)

@@ -290,6 +290,49 @@ FAMILIES = {
             "initializer_range": 0.08,
         },
     ),
+    "qwen3.5": Family(
+        "Qwen3_5Text",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "layer_types": _kinds("rfr"),
+            "linear_num_value_heads": 6,
+            "linear_num_key_heads": 3,
+            "linear_value_head_dim": 12,
+            "linear_key_head_dim": 8,
+            "linear_conv_kernel_dim": 4,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.08,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "default",
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+        causal="Qwen3_5",
+    ),
+    "qwen3.5-moe": Family(
+        "Qwen3_5MoeText",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "layer_types": _kinds("rfr"),
+            "linear_num_value_heads": 8,
+            "linear_num_key_heads": 4,
+            "linear_value_head_dim": 8,
+            "linear_key_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 24,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.08,
+        },
+        causal="Qwen3_5Moe",
+    ),
     "falcon-h1": Family(
         "FalconH1",
         {
@@ -412,7 +455,14 @@ HYBRIDS = (
 )
 """Families with sliding-window layers."""
 
-RECURRENT = ("qwen3-next", "falcon-h1", "granite-hybrid", "nemotron-h")
+RECURRENT = (
+    "qwen3-next",
+    "falcon-h1",
+    "granite-hybrid",
+    "nemotron-h",
+    "qwen3.5",
+    "qwen3.5-moe",
+)
 """Families with recurrent layers."""
 
 
