@@ -56,6 +56,8 @@ class MtpConfig:
     num_layers: int
     layer: DecoderLayer
     names: MtpNames = MTP_NAMES
+    chains_normed: bool = False
+    """Whether the next draft continues from hidden states under the last norm."""
 
     @property
     def group(self) -> KvGroup:

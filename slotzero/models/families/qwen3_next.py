@@ -58,7 +58,7 @@ def qwen_hybrid(
         DecoderLayer(norms, attention if kind == ATTENTION else delta, mlp)
         for kind, mlp in zip(kinds, mlps, strict=True)
     ]
-    mtp = MtpConfig(num_mtp, DecoderLayer(norms, attention, mlps[-1]), MTP_NAMES)
+    mtp = MtpConfig(num_mtp, DecoderLayer(norms, attention, mlps[-1]), MTP_NAMES, True)
     return model(
         config, layers, norm_offset=1.0, mtp=mtp if num_mtp else None, ignored=("mtp.",),
         **overrides,
