@@ -315,7 +315,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         chosen = wanted.topk(shape.top_k, dim=-1).indices
         by_expert = scores.gather(1, chosen)
         if shape.is_normed:
-            by_expert = by_expert / (ordered_sum(by_expert, 1)[:, None] + 1e-20)
+            by_expert = by_expert / (ordered_sum(by_expert, 1)[:, None] + shape.norm_eps)
         return by_expert * shape.factor, chosen
 
     def mla_attention(

@@ -39,12 +39,17 @@ class TorchRecurrent(RecurrentKernels):
         step: RecurrentStep,
         shape: Scan,
     ) -> Tensor:
+        gates = None
+        if shape.kind == "conv":
+            own, gates, values = x.chunk(3, dim=1)
+            x, gates = own * values, gates.float()
+
         def advance(inputs: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
             seen = torch.cat((inputs, x[at][:, :, None].float()), dim=-1)
             summed = (seen * weight.float()).sum(-1)
             if bias is not None:
                 summed = summed + bias.float()
-            return seen[:, :, 1:], F.silu(summed)
+            return seen[:, :, 1:], F.silu(summed) if gates is None else gates[at] * summed
 
         states, trail = step.states, step.trail
         into = None if trail is None else trail.conv
@@ -97,6 +102,7 @@ class TorchRecurrent(RecurrentKernels):
                 return h, (h * queries[at][:, :, None]).sum(-1)
 
         states, trail = step.states, step.trail
+        assert states.scan is not None
         into = None if trail is None else trail.scan
         tables = _Tables(states.scan, states.scan_kept, states.rows, into)
         out = _scan_tokens(advance, step, tables, shape)
@@ -133,8 +139,9 @@ class TorchRecurrent(RecurrentKernels):
         is_confirmed = (slots > 0) & (num_confirmed > 0)
         last = (num_confirmed - 1).clamp_min(0)
         for table, left in ((states.conv, trail.conv), (states.scan, trail.scan)):
-            put(table.transpose(0, 1), (slots * is_confirmed,), left[row, last], is_confirmed)
-        if states.rows is None or states.conv_kept is None or states.scan_kept is None:
+            if table is not None and left is not None:
+                put(table.transpose(0, 1), (slots * is_confirmed,), left[row, last], is_confirmed)
+        if states.rows is None:
             return
         start, width = length[slots] - num_confirmed, trail.conv.shape[1]
         for i in range(width):
@@ -142,7 +149,8 @@ class TorchRecurrent(RecurrentKernels):
                 states.rows, slots, start + i, shape, is_confirmed & (i < num_confirmed)
             )
             for kept, left in ((states.conv_kept, trail.conv), (states.scan_kept, trail.scan)):
-                put(kept.transpose(0, 1), (target,), left[:, i], target > 0)
+                if kept is not None and left is not None:
+                    put(kept.transpose(0, 1), (target,), left[:, i], target > 0)
 
 
 class _Tables(NamedTuple):

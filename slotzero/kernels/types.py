@@ -206,6 +206,7 @@ class Experts:
     """How router logits become scores. Sigmoid scores are selected with a correction added."""
     is_normed: bool = False
     """Divide the weights of the selected experts by their sum."""
+    norm_eps: float = 1e-20  # added to the sum
     factor: float = 1.0
     num_groups: int = 1
     """Number of expert groups. Experts are selected from the best `top_groups` groups only; a group

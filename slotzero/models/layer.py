@@ -30,12 +30,15 @@ from slotzero.models.blocks.moe_shared import (
     MoeWithSharedWeights,
 )
 from slotzero.models.blocks.parallel import ParallelInputs, ParallelMixers, ParallelWeights
-from slotzero.models.blocks.recurrent import RecurrentMixer, RecurrentWeights
+from slotzero.models.blocks.recurrent import RecurrentBlock, RecurrentMixer, RecurrentWeights
+from slotzero.models.blocks.short_conv import ShortConv, ShortConvWeights
 from slotzero.models.param import Param, Params, Source, norm
 
-Mixer = Attention | MlaAttention | RecurrentMixer | ParallelMixers
+Mixer = Attention | MlaAttention | RecurrentMixer | ShortConv | ParallelMixers
 MixerInputs = AttentionInputs | RecurrentStep | ParallelInputs
-MixerWeights = AttentionWeights | MlaAttentionWeights | RecurrentWeights | ParallelWeights
+MixerWeights = (
+    AttentionWeights | MlaAttentionWeights | RecurrentWeights | ShortConvWeights | ParallelWeights
+)
 Mlp = DenseMlp | MoeMlp | MoeWithSharedMlp | MoeBesideMlp
 MlpWeights = DenseMlpWeights | ExpertWeights | MoeWithSharedWeights | MoeBesideMlpWeights
 
@@ -136,9 +139,9 @@ class DecoderLayer:
         return None
 
     @property
-    def recurrent(self) -> RecurrentMixer | None:
+    def recurrent(self) -> RecurrentBlock | None:
         match self.mixer:
-            case RecurrentMixer():
+            case RecurrentBlock():
                 return self.mixer
             case ParallelMixers():
                 return self.mixer.recurrent

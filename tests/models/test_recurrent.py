@@ -82,7 +82,7 @@ def state_bytes(path: str, **settings) -> tuple[int, int]:
     """Return the bytes of a row of states, and of a page of the KV cache."""
     worker = Traced(path, backend="eager", **settings).engine.worker
     assert worker.states is not None
-    row = sum(part[:, 0].nbytes for part in worker.states[:2])
+    row = sum(part[:, 0].nbytes for part in worker.states[:2] if part is not None)
     return row, worker.registry["kv_full"][:, 0].nbytes
 
 

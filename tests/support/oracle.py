@@ -333,6 +333,33 @@ FAMILIES = {
         },
         causal="Qwen3_5Moe",
     ),
+    "lfm2": Family(
+        "Lfm2",
+        {
+            "hidden_size": 48,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "intermediate_size": 160,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.1,
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "max_position_embeddings": 512,
+        },
+    ),
+    "lfm2-moe": Family(
+        "Lfm2Moe",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+            "max_position_embeddings": 512,
+        },
+    ),
     "falcon-h1": Family(
         "FalconH1",
         {
@@ -462,6 +489,8 @@ RECURRENT = (
     "nemotron-h",
     "qwen3.5",
     "qwen3.5-moe",
+    "lfm2",
+    "lfm2-moe",
 )
 """Families with recurrent layers."""
 
@@ -545,7 +574,7 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
         elif name.endswith(("router.scale", "per_expert_scale")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, 0, 0.2)
         elif name.endswith("layer_scalar"):
             buffer.copy_(torch.nn.init.uniform_(buffer, 0.5, 1.5).to(dtype))  # rounded as on disk

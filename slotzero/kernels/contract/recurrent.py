@@ -1,6 +1,7 @@
-"""The recurrent part of a kernel set: Mamba-2 and the gated delta rule.
+"""The recurrent part of a kernel set: Mamba-2, the gated delta rule, and short convolutions.
 
-A recurrent mixer is four calls: linear, convolve, scan, gate_norm. Where a row begins and whether
+A recurrent mixer is four calls: linear, convolve, scan, gate_norm. A short convolution is the first
+two of them. Where a row begins and whether
 it takes snapshots follows from its position and the table of snapshot rows, see types_recurrent.py.
 """
 
@@ -20,7 +21,7 @@ class RecurrentKernels(ABC):
     @abstractmethod
     def convolve(
         self,
-        x: Tensor,  # [T, channels]
+        x: Tensor,  # [T, channels]; conv: [T, 3 * channels], gates, output gates and values
         weight: Tensor,  # [channels, conv_width], the newest input last
         bias: Tensor | None,  # [channels]
         step: RecurrentStep,
@@ -28,7 +29,8 @@ class RecurrentKernels(ABC):
     ) -> Tensor:
         """Convolve each channel over the token's inputs so far, apply silu -> [T, channels].
 
-        Writes `conv` of the states and snapshots, or of the trail.
+        The inputs of kind `conv` are gates * values in the dtype of x; instead of silu, the result
+        is multiplied by the output gates. Writes `conv` of the states and snapshots, or of the trail.
         """
 
     @abstractmethod

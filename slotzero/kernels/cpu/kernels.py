@@ -210,11 +210,11 @@ class CpuKernels(TorchKernels):
         step: RecurrentStep,
         shape: Scan,
     ) -> Tensor:
-        out, states, trail = torch.empty_like(x), step.states, step.trail
+        out, states, trail = x.new_empty(len(x), shape.channels), step.states, step.trail
         torch.ops.slotzero.convolve.default(
             x, weight, bias, *step.tokens, *(step.rows[:4] if step.rows else NO_ROWS),
             states.conv, states.conv_kept, states.rows, None if trail is None else trail.conv,
-            shape.interval, out,
+            shape.interval, shape.kind == "conv", out,
         )  # fmt: skip
         return out
 
@@ -228,6 +228,7 @@ class CpuKernels(TorchKernels):
         shape: Scan,
     ) -> Tensor:
         out, states, trail = mixed.new_empty(len(mixed), shape.inner_size), step.states, step.trail
+        assert states.scan is not None
         torch.ops.slotzero.scan.default(
             mixed, gates, beta, *weights, *step.tokens,
             *(step.rows[:4] if step.rows else NO_ROWS),

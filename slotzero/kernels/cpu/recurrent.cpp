@@ -131,16 +131,18 @@ void clear(const Tensor& slots, float* out, int64_t size) {
 }
 
 // x [T, channels]; weight [channels, width]; conv [slots + 1, channels, width - 1]
+// Gated: x [T, 3 * channels], with gates, output gates and values; their products replace silu.
 void convolve(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor slots, Tensor positions,
               std::optional<Tensor> owners, std::optional<Tensor> starts,
               std::optional<Tensor> counts, std::optional<Tensor> ends, Tensor conv,
               std::optional<Tensor> kept, std::optional<Tensor> kept_rows,
-              std::optional<Tensor> trail, int64_t interval, Tensor out) {
+              std::optional<Tensor> trail, int64_t interval, bool is_gated, Tensor out) {
   STD_TORCH_CHECK(x.stride(1) == 1 && weight.is_contiguous() && out.is_contiguous(),
                   "convolve: weight, out and rows of x must be contiguous");
-  const int64_t channels = x.size(1), width = weight.size(1), past = width - 1;
-  STD_TORCH_CHECK(conv.size(1) == channels && conv.size(2) == past,
-                  "convolve: states do not fit the weight");
+  const int64_t channels = weight.size(0), width = weight.size(1), past = width - 1;
+  STD_TORCH_CHECK(conv.size(1) == channels && conv.size(2) == past &&
+                      x.size(1) == (is_gated ? 3 : 1) * channels,
+                  "convolve: states or inputs do not fit the weight");
   const Places places(conv, kept, kept_rows, trail, interval);
   const std::vector<Row> rows = rows_of(slots, positions, owners, starts, counts, ends);
   const float *xp = floats(x), *wp = floats(weight), *bp = bias ? floats(*bias) : nullptr;
@@ -155,10 +157,11 @@ void convolve(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor slots,
     for (int64_t t = row.begin; t < row.end; ++t) {
       for (int64_t c = 0; c < channels; ++c) {
         float *inputs = state.data() + c * past, sum = bp ? bp[c] : 0.0f;
-        const float newest = xp[t * x.stride(0) + c], *w = wp + c * width;
+        const float *given = xp + t * x.stride(0) + c, *w = wp + c * width;
+        const float newest = is_gated ? given[0] * given[2 * channels] : given[0];
         for (int64_t i = 0; i < past; ++i) sum += inputs[i] * w[i];
         sum += newest * w[past];
-        op[t * channels + c] = sum * sigmoid(sum);
+        op[t * channels + c] = sum * (is_gated ? given[channels] : sigmoid(sum));
         for (int64_t i = 0; i + 1 < past; ++i) inputs[i] = inputs[i + 1];
         if (past) inputs[past - 1] = newest;
       }
@@ -254,7 +257,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def(
       "convolve(Tensor x, Tensor weight, Tensor? bias, Tensor slots, Tensor positions, "
       "Tensor? owners, Tensor? starts, Tensor? counts, Tensor? ends, Tensor(a!) conv, "
-      "Tensor(b!)? kept, Tensor? kept_rows, Tensor(c!)? trail, int interval, Tensor(d!) out) -> ()");
+      "Tensor(b!)? kept, Tensor? kept_rows, Tensor(c!)? trail, int interval, bool is_gated, "
+      "Tensor(d!) out) -> ()");
   m.def(
       "scan(Tensor mixed, Tensor gates, Tensor? beta, Tensor a_log, Tensor dt_bias, Tensor? d, "
       "Tensor slots, Tensor positions, Tensor? owners, Tensor? starts, Tensor? counts, "

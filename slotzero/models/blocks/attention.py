@@ -46,6 +46,17 @@ class KvGroup:
         return replace(self, heads=_shard_heads(self.heads, size)) if size > 1 else self
 
 
+class AttentionNames(NamedTuple):
+    """Names of an attention layer's tensors in a checkpoint, where families differ."""
+
+    out: str = "o_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+
+
+NAMES = AttentionNames()
+
+
 class AttentionScales(NamedTuple):
     """Constants that multiply the weights when they are loaded."""
 
@@ -94,6 +105,7 @@ class Attention(Block):
     scales: AttentionScales = NO_SCALES
     prefix: str = "self_attn"
     in_features: int | None = None  # None: hidden_size
+    names: AttentionNames = NAMES
 
     weights_type = AttentionWeights
 
@@ -116,7 +128,7 @@ class Attention(Block):
         q, gate = self._query_sources()
         qkv = [q, *self._key_value_sources()]
         biases = [source.scaled(1 / self.scales.input) for source in qkv] if self.qkv_bias else ()
-        out = Source(f"{self.prefix}.o_proj", self.hidden_size, scale=self.scales.out)
+        out = Source(f"{self.prefix}.{self.names.out}", self.hidden_size, scale=self.scales.out)
         out_bias = [out] if self.out_bias else ()
         return {
             "qkv": linear(self.in_size, *qkv, biases=biases),
@@ -170,7 +182,8 @@ class Attention(Block):
         for name, size in zip(names, heads.sizes[: len(names)], strict=True):
             size = size if self.qk_norm == "whole" else heads.head_dim
             rows = by_head(order, size // heads.head_dim)
-            source = Source(f"{self.prefix}.{name}_norm.weight", size, rows)
+            stored = self.names.q_norm if name == "q" else self.names.k_norm
+            source = Source(f"{self.prefix}.{stored}.weight", size, rows)
             params[name] = Param((source,), offset=self.norm_offset, starts_at_one=True)
         return params
 

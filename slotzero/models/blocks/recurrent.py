@@ -40,8 +40,19 @@ class RecurrentWeights(NamedTuple):
     out: LinearWeight  # [hidden, inner]
 
 
+class RecurrentBlock(Block):
+    """A mixer that keeps a state from token to token: a frozen dataclass with these fields."""
+
+    scan: Scan
+    state_dtype: str
+
+    def with_snapshots(self, interval: int) -> Self:
+        """Return the mixer with a state snapshot after every `interval` tokens."""
+        return replace(self, scan=self.scan.every(interval))  # type: ignore[type-var]
+
+
 @dataclass(frozen=True)
-class RecurrentMixer(Block):
+class RecurrentMixer(RecurrentBlock):
     scan: Scan
     hidden_size: int
     prefix: str  # of the mixer's tensors in a checkpoint's layer
@@ -65,10 +76,6 @@ class RecurrentMixer(Block):
     @property
     def is_delta(self) -> bool:
         return self.scan.kind == "delta"
-
-    def with_snapshots(self, interval: int) -> Self:
-        """Return the mixer with a state snapshot after every `interval` tokens."""
-        return replace(self, scan=self.scan.every(interval))
 
     def shard(self, ranks: Ranks) -> Self:
         """Split the heads, their channels and their groups over the ranks.
