@@ -6,7 +6,7 @@ prompt, among drafts and alone. The host reads no value.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,9 +68,9 @@ class TorchRecurrent(RecurrentKernels):
         dt = F.softplus(gates.float() + weights.dt_bias.float())
         if shape.kind == "mamba":
             dt = dt.clamp(*shape.dt_limit)
-        decay = torch.exp(-torch.exp(weights.a_log.float()) * dt)[
-            :, :, None, None
-        ]  # [T, heads, 1, 1]
+        dt = dt.view(len(dt), shape.num_heads, -1)
+        rate = torch.exp(weights.a_log.float())[:, None]
+        decay = torch.exp(-rate * dt)[:, :, None]  # [T, heads, 1, 1], or kda: [T, heads, 1, state]
         first, second, third = torch.split(mixed.float(), [*shape.sizes], dim=-1)
 
         def of_heads(keys: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class TorchRecurrent(RecurrentKernels):
                 of_heads(queries),
                 weights.d.float()[:, None] * values,
             )
-            added = (dt[:, :, None] * values)[..., None] * keys[:, :, None]
+            added = (dt * values)[..., None] * keys[:, :, None]
 
             def advance(h: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
                 h = h * decay[at] + added[at]
@@ -116,15 +116,16 @@ class TorchRecurrent(RecurrentKernels):
         eps: float,
         group_size: int,
         gates_first: bool,
+        activation: Literal["silu", "sigmoid"] = "silu",
     ) -> Tensor:
         gates, wide = gates.float(), x.float()
         if weight is None:
-            return self.gate(gates, wide, "silu").to(x.dtype)
+            return self.gate(gates, wide, activation).to(x.dtype)
         if gates_first:
-            wide = self.gate(gates, wide, "silu")
+            wide = self.gate(gates, wide, activation)
         groups = self.rms_norm(wide.view(len(x), -1, group_size), None, eps)
         wide = (groups * weight.float().view(-1, group_size)).view_as(wide)
-        return (wide if gates_first else self.gate(gates, wide, "silu")).to(x.dtype)
+        return (wide if gates_first else self.gate(gates, wide, activation)).to(x.dtype)
 
     def commit_trail(
         self,

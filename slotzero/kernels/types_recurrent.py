@@ -24,7 +24,8 @@ class Scan:
     1, and it has no groups.
     """
 
-    kind: Literal["mamba", "delta", "conv"]
+    kind: Literal["mamba", "delta", "kda", "conv"]
+    """kda: a delta rule in which each dimension of a key decays by its own gate."""
     num_heads: int
     head_dim: int  # size of a head's values
     num_groups: int
@@ -37,6 +38,15 @@ class Scan:
     """Take a snapshot after every `interval` tokens of a text; 0: take none."""
 
     @property
+    def is_delta(self) -> bool:
+        return self.kind in ("delta", "kda")
+
+    @property
+    def num_gates(self) -> int:
+        """Number of gates of a token, from which its decays are computed."""
+        return self.num_heads * (self.state_size if self.kind == "kda" else 1)
+
+    @property
     def inner_size(self) -> int:
         return self.num_heads * self.head_dim
 
@@ -44,7 +54,7 @@ class Scan:
     def sizes(self) -> tuple[int, int, int]:
         """Return the sizes of a token's inputs: x, B and C of mamba; q, k and v of a delta rule."""
         keys = self.num_groups * self.state_size
-        if self.kind == "delta":
+        if self.is_delta:
             return keys, keys, self.inner_size
         return self.inner_size, keys, keys
 
@@ -108,5 +118,5 @@ class ScanWeights(NamedTuple):
     """Weights of a scan, [heads] float32 each."""
 
     a_log: Tensor
-    dt_bias: Tensor
+    dt_bias: Tensor  # kda: [heads * state_size]
     d: Tensor | None  # mamba only

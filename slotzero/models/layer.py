@@ -20,6 +20,7 @@ from slotzero.models.blocks.attention import (
 )
 from slotzero.models.blocks.block import Block, BlockContext
 from slotzero.models.blocks.dense_mlp import DenseMlp, DenseMlpWeights
+from slotzero.models.blocks.kda import KdaMixer, KdaWeights
 from slotzero.models.blocks.layer_input import LayerInputMixer, LayerInputWeights
 from slotzero.models.blocks.mla import MlaAttention, MlaAttentionWeights
 from slotzero.models.blocks.moe import MoeInputs, MoeMlp
@@ -34,10 +35,15 @@ from slotzero.models.blocks.recurrent import RecurrentBlock, RecurrentMixer, Rec
 from slotzero.models.blocks.short_conv import ShortConv, ShortConvWeights
 from slotzero.models.param import Param, Params, Source, norm
 
-Mixer = Attention | MlaAttention | RecurrentMixer | ShortConv | ParallelMixers
+Mixer = Attention | MlaAttention | RecurrentMixer | KdaMixer | ShortConv | ParallelMixers
 MixerInputs = AttentionInputs | RecurrentStep | ParallelInputs
 MixerWeights = (
-    AttentionWeights | MlaAttentionWeights | RecurrentWeights | ShortConvWeights | ParallelWeights
+    AttentionWeights
+    | MlaAttentionWeights
+    | RecurrentWeights
+    | KdaWeights
+    | ShortConvWeights
+    | ParallelWeights
 )
 Mlp = DenseMlp | MoeMlp | MoeWithSharedMlp | MoeBesideMlp
 MlpWeights = DenseMlpWeights | ExpertWeights | MoeWithSharedWeights | MoeBesideMlpWeights

@@ -28,6 +28,8 @@ class Source:
     column_scales: Sequence[float] | None = None
     whole: int | None = None
     first: int = 0
+    ones: tuple[int, int] = (0, 0)
+    """Numbers of axes of size 1 that are stored before and after the others."""
 
     @property
     def num_taken(self) -> int:
@@ -152,7 +154,8 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(span.whole for span in self.spans)
+        before, after = self.source.ones
+        return (1,) * before + tuple(span.whole for span in self.spans) + (1,) * after
 
     @property
     def module(self) -> str:

@@ -83,7 +83,8 @@ def state_bytes(path: str, **settings) -> tuple[int, int]:
     worker = Traced(path, backend="eager", **settings).engine.worker
     assert worker.states is not None
     row = sum(part[:, 0].nbytes for part in worker.states[:2] if part is not None)
-    return row, worker.registry["kv_full"][:, 0].nbytes
+    (group,) = worker.decoder.config.groups
+    return row, worker.registry[f"kv_{group.name}"][:, 0].nbytes
 
 
 @pytest.mark.usefixtures("overlaps")

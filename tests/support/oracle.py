@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 ROPE = {"rope_theta": 10000.0}
 
@@ -20,6 +21,8 @@ class Family:
     config: dict[str, Any] = field(default_factory=dict)
     causal: str = ""
     """Name of the model class, if it does not follow from the config class."""
+    stored: dict[str, str] = field(default_factory=dict)
+    """Parts of names in published checkpoints, by what transformers stores instead."""
     query_norm: float = 1.0
     """Scale of the query norm's weights. It is small where the scores are not divided by the head
     size, since large scores would hide rounding differences."""
@@ -360,6 +363,43 @@ FAMILIES = {
             "max_position_embeddings": 512,
         },
     ),
+    "kimi-linear": Family(
+        "KimiLinear",
+        {
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "layer_types": _kinds("rfr"),
+            "linear_num_heads": 3,
+            "linear_head_dim": 12,
+            "linear_conv_kernel_dim": 4,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "moe_intermediate_size": 40,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "max_position_embeddings": 512,
+        },
+        stored={"layers.0.block_sparse_moe.": "layers.0.mlp."},  # transformers renames all MLPs
+    ),
+    "bamba": Family(
+        "Bamba",
+        {
+            "num_hidden_layers": 3,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 12,
+            "mamba_d_conv": 4,
+            "mamba_chunk_size": 32,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "max_position_embeddings": 512,
+        },
+    ),
     "falcon-h1": Family(
         "FalconH1",
         {
@@ -491,6 +531,8 @@ RECURRENT = (
     "qwen3.5-moe",
     "lfm2",
     "lfm2-moe",
+    "kimi-linear",
+    "bamba",
 )
 """Families with recurrent layers."""
 
@@ -579,5 +621,11 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
         elif name.endswith("layer_scalar"):
             buffer.copy_(torch.nn.init.uniform_(buffer, 0.5, 1.5).to(dtype))  # rounded as on disk
     model.save_pretrained(folder)
+    if family.stored:
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        for theirs, published in family.stored.items():
+            tensors = {name.replace(theirs, published): t for name, t in tensors.items()}
+        save_file(tensors, file, {"format": "pt"})
     rotary = copy.deepcopy(getattr(model.model, "rotary_emb", None))
     return Oracle(folder, model, rotary, config.vocab_size)

@@ -6,6 +6,7 @@ it takes snapshots follows from its position and the table of snapshot rows, see
 """
 
 from abc import ABC, abstractmethod
+from typing import Literal
 
 from torch import Tensor
 
@@ -37,7 +38,8 @@ class RecurrentKernels(ABC):
     def scan(
         self,
         mixed: Tensor,  # [T, channels], after `convolve`
-        gates: Tensor,  # [T, heads]: dt (mamba) or a (delta rule), before dt_bias and softplus
+        gates: Tensor,  # [T, heads]: dt (mamba) or a (delta rule), before dt_bias and softplus;
+        # kda: [T, heads * state_size]
         beta: Tensor | None,  # [T, heads], delta rule only, before its sigmoid
         weights: ScanWeights,
         step: RecurrentStep,
@@ -50,6 +52,7 @@ class RecurrentKernels(ABC):
                h <- exp(-exp(a_log) dt) h + dt x B^T; y = h C + d x
         delta: g = exp(-exp(a_log) softplus(gates + dt_bias)); q and k of length 1, q / sqrt(size);
                h <- g h; h <- h + sigmoid(beta) (v - h k) k^T; y = h q
+        kda: as delta, but with a g for each dimension of the keys: h <- h diag(g)
         """
 
     @abstractmethod
@@ -61,8 +64,10 @@ class RecurrentKernels(ABC):
         eps: float,
         group_size: int,
         gates_first: bool,
+        activation: Literal["silu", "sigmoid"] = "silu",
     ) -> Tensor:
-        """Apply RMSNorm to each group of x, and multiply by silu(gates) before or after it."""
+        """Apply RMSNorm to each group of x, and multiply by activation(gates) before or after it.
+        """
 
     @abstractmethod
     def commit_trail(

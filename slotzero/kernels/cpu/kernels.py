@@ -233,7 +233,7 @@ class CpuKernels(TorchKernels):
             mixed, gates, beta, *weights, *step.tokens,
             *(step.rows[:4] if step.rows else NO_ROWS),
             states.scan, states.scan_kept, states.rows, None if trail is None else trail.scan,
-            shape.num_groups, *shape.dt_limit, shape.interval, out,
+            shape.num_groups, *shape.dt_limit, shape.interval, shape.kind == "kda", out,
         )  # fmt: skip
         return out
 

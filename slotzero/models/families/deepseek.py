@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V3: multi-head latent attention (MLA), routed and shared experts, MTP layers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from slotzero.models.families.standard import (
 from slotzero.models.families.tiny import tiny
 from slotzero.models.fields import activation, positive, require
 from slotzero.models.layer import DecoderLayer
-from slotzero.models.rope import correction, parse_rope
+from slotzero.models.rope import RopeConfig, correction, parse_rope
 
 Config = Mapping[str, Any]
 
@@ -41,7 +41,12 @@ def parse_v3(config: Config) -> ModelConfig:
 
 def _parse(config: Config, experts: Experts) -> ModelConfig:
     num_layers, hidden = positive(config, "num_hidden_layers"), positive(config, "hidden_size")
-    group = _kv_group(config, num_layers)
+    rope_dim = positive(config, "qk_rope_head_dim")
+    rope = replace(
+        parse_rope(config, rope_dim, positive(config, "max_position_embeddings")),
+        is_interleaved=bool(config.get("rope_interleave", True)),
+    )
+    group = latent_group(config, range(num_layers), rope)
     q_rank = None if config.get("q_lora_rank") is None else positive(config, "q_lora_rank")
     mixer = MlaAttention(group, hidden, q_rank)
     dense, moe, norms = dense_mlp(config), MoeMlp(hidden, experts), pre_norms(config)
@@ -55,7 +60,8 @@ def _parse(config: Config, experts: Experts) -> ModelConfig:
     return model(config, layers, mtp=mtp, ignored=ignored)
 
 
-def _kv_group(config: Config, num_layers: int) -> KvGroup:
+def latent_group(config: Config, layers: Sequence[int], rope: RopeConfig) -> KvGroup:
+    """Return the KV group of the layers with MLA."""
     if config.get("attention_bias"):
         raise UnsupportedModelError("config field attention_bias=True is not implemented with MLA")
     num_heads = positive(config, "num_attention_heads")
@@ -68,10 +74,6 @@ def _kv_group(config: Config, num_layers: int) -> KvGroup:
     if rope_dim % 2:
         raise UnsupportedModelError(f"config field qk_rope_head_dim={rope_dim}: must be even")
     rank = positive(config, "kv_lora_rank")
-    rope = replace(
-        parse_rope(config, rope_dim, positive(config, "max_position_embeddings")),
-        is_interleaved=bool(config.get("rope_interleave", True)),
-    )
     heads = Heads(
         num_heads=num_heads,
         num_kv_heads=1,
@@ -81,7 +83,7 @@ def _kv_group(config: Config, num_layers: int) -> KvGroup:
         scale=(nope + rope_dim) ** -0.5 * correction(config, rope) ** 2,
         mla=MlaShape(nope, rope_dim, positive(config, "v_head_dim")),
     )
-    return KvGroup(LATENT, tuple(range(num_layers)), heads, rope)
+    return KvGroup(LATENT, tuple(layers), heads, rope)
 
 
 def _softmax_experts(config: Config) -> Experts:
