@@ -27,7 +27,7 @@ from slotzero.checkpoint.folder import (
 )
 from slotzero.checkpoint.gguf import GgufCheckpoint
 from slotzero.checkpoint.joint_experts import separate_experts
-from slotzero.checkpoint.text_part import TEXT, TextCheckpoint
+from slotzero.checkpoint.text_part import text_part
 from slotzero.checkpoint.tiny import PREFIX, tiny_checkpoint, tiny_names
 from slotzero.config import DEFAULT_MODEL, LOAD_FORMATS
 from slotzero.errors import ConfigError, ModelNotFoundError
@@ -97,10 +97,7 @@ def _open_folder(path: Path, name: str | None, dummy: bool, is_model: bool) -> C
     if is_model:
         _check(folder_config(path))
     if not dummy:
-        checkpoint: Checkpoint = FolderCheckpoint(path, name)
-        if any(stored.startswith(TEXT) for stored in checkpoint.names()):
-            checkpoint = TextCheckpoint(checkpoint)
-        return separate_experts(checkpoint)
+        return separate_experts(text_part(FolderCheckpoint(path, name)))
     return DummyCheckpoint(
         folder_config(path),
         name or path.resolve().name,

@@ -164,7 +164,8 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
 
     def rope_angles(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
         angle = (tokens.positions[:, None].float() * frequency)[:, None]
-        return Angles(angle.cos() * factor, angle.sin() * factor)
+        still = (frequency == 0).unsqueeze(-2)
+        return Angles((angle.cos() * factor).masked_fill(still, 1.0), angle.sin() * factor)
 
     def embed(
         self,

@@ -1,7 +1,11 @@
 """Rotary position embedding (RoPE): frequencies for each scaling rule.
 
 The graph computes angles from positions, so no table limits the context length. Angles depend on
-the position alone, except with `dynamic` scaling: there also on the length of the request's prompt.
+the position alone, except with `dynamic` and `longrope` scaling: there also on the length of the
+request's prompt, but never on other requests. With longrope, a token has the angles of long
+contexts if the request's context, prompt included, is longer than the original one; keys that are
+stored keep the angles that they were stored with. So does one request in transformers' forward
+pass (its `generate` computes all keys again when a context grows beyond the original length).
 """
 
 import math
@@ -11,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from slotzero.errors import UnsupportedModelError
 from slotzero.models.fields import mapping
@@ -18,7 +23,7 @@ from slotzero.models.fields import mapping
 
 @dataclass(frozen=True)
 class RopeConfig:
-    kind: str  # default, proportional, linear, dynamic, llama3, yarn; none: no rotation
+    kind: str  # default, proportional, linear, dynamic, llama3, yarn, longrope; none: no rotation
     theta: float
     head_dim: int
     rotary_dim: int
@@ -34,11 +39,14 @@ class RopeConfig:
     attention_factor: float = 1.0
     is_interleaved: bool = False
     """Whether the checkpoint stores the two elements of a rotated pair next to each other."""
+    short_factor: tuple[float, ...] = ()  # longrope: divides the frequency of each rotated pair
+    long_factor: tuple[float, ...] = ()
+    """The same in contexts longer than original_max_position."""
 
     def extended(self, max_position: int) -> int:
         """Return the context length with this scaling.
 
-        With linear or llama3 scaling, max_position_embeddings already includes it.
+        With linear, llama3 or longrope scaling, max_position_embeddings already includes it.
         """
         if self.kind in ("dynamic", "yarn"):
             return max(max_position, int(self.original_max_position * self.factor))
@@ -47,7 +55,7 @@ class RopeConfig:
     @property
     def depends_on_prompt(self) -> bool:
         """Whether a prompt's keys differ from those of the same tokens in a longer prompt."""
-        return self.kind == "dynamic"
+        return self.kind in ("dynamic", "longrope")
 
 
 _FIELDS: Mapping[str, set[str]] = {
@@ -67,7 +75,16 @@ _FIELDS: Mapping[str, set[str]] = {
         "mscale",
         "mscale_all_dim",
     },
+    "longrope": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+    },
 }
+_PARTIAL = ("default", "proportional", "longrope")
+"""The rules that are implemented for heads that are rotated in part."""
 
 
 def refuse_two_ropes(config: Mapping[str, Any]) -> None:
@@ -90,6 +107,7 @@ def _normalized(given: Mapping[str, Any]) -> dict[str, Any]:
     if not given:
         return {}
     kind = given.get("rope_type") or given.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # its first name
     return {name: given[name] for name in given if name != "type"} | {"rope_type": kind}
 
 
@@ -106,7 +124,7 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
             f"rope field partial_rotary_factor rotates {rotary_dim} of {head_dim} dimensions: "
             f"the number must be even, and from 2 to {head_dim}"
         )
-    if rotary_dim < head_dim and kind not in ("default", "proportional"):
+    if rotary_dim < head_dim and kind not in _PARTIAL:
         raise UnsupportedModelError(
             f"rope field partial_rotary_factor is not implemented with rope scaling {kind!r}"
         )
@@ -122,12 +140,15 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
     original = given.get("original_max_position_embeddings") or max_position
     if kind == "dynamic":
         original = max_position  # the base grows from this length on, regardless of the field
-    factor = float(given.get("factor") or (max_position / original if kind == "yarn" else 1.0))
+    is_ratio = kind in ("yarn", "longrope")
+    factor = float(given.get("factor") or (max_position / original if is_ratio else 1.0))
     known: dict[str, Any] = {
         field: float(given[field])
         for field in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
         if given.get(field) is not None
     }
+    if kind == "longrope":
+        known |= _pair_factors(given, rotary_dim // 2)
     return RopeConfig(
         kind=kind,
         theta=float(theta),
@@ -136,14 +157,30 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
         original_max_position=int(original),
         factor=factor,
         truncate=bool(given.get("truncate", True)),
-        attention_factor=_attention_factor(given, factor) if kind == "yarn" else 1.0,
+        attention_factor=_attention_factor(kind, given, factor, original) if is_ratio else 1.0,
         **known,
     )
 
 
-def _attention_factor(given: Mapping[str, Any], factor: float) -> float:
+def _pair_factors(given: Mapping[str, Any], num_pairs: int) -> dict[str, tuple[float, ...]]:
+    """Read the factors of longrope, one per rotated pair."""
+    found = {}
+    for field in ("short_factor", "long_factor"):
+        factors = given.get(field)
+        if not isinstance(factors, list) or len(factors) != num_pairs:
+            raise UnsupportedModelError(
+                f"rope scaling 'longrope': field {field} must have one number for each of "
+                f"{num_pairs} rotated pairs"
+            )
+        found[field] = tuple(float(factor) for factor in factors)
+    return found
+
+
+def _attention_factor(kind: str, given: Mapping[str, Any], factor: float, original: int) -> float:
     if given.get("attention_factor") is not None:
         return float(given["attention_factor"])
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     if given.get("mscale") and given.get("mscale_all_dim"):
         return _mscale(factor, given["mscale"]) / _mscale(factor, given["mscale_all_dim"])
     return _mscale(factor)
@@ -161,14 +198,21 @@ def correction(config: Mapping[str, Any], rope: RopeConfig) -> float:
 
 
 def frequencies(rope: RopeConfig) -> Tensor:
-    """Return each pair's rotation per position in radians: [head_dim / 2], float32 on the CPU."""
+    """Return each pair's rotation per position in radians: [head_dim / 2], float32 on the CPU.
+
+    With longrope, [2, head_dim / 2]: in short and in long contexts.
+    """
     whole = rope.head_dim if rope.kind == "proportional" else rope.rotary_dim
     exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / whole
     unscaled = 1.0 / (rope.theta**exponent)
     if rope.kind == "none":
         return torch.zeros_like(unscaled)
+    if rope.kind == "longrope":
+        unscaled = 1.0 / (
+            torch.tensor([rope.short_factor, rope.long_factor]) * rope.theta**exponent
+        )
     if rope.rotary_dim < rope.head_dim:  # the other dimensions have frequency 0
-        unscaled = torch.cat((unscaled, torch.zeros((rope.head_dim - rope.rotary_dim) // 2)))
+        unscaled = F.pad(unscaled, (0, (rope.head_dim - rope.rotary_dim) // 2))
     if rope.kind in ("linear", "proportional"):
         return unscaled / rope.factor
     if rope.kind == "llama3":
@@ -184,14 +228,16 @@ def halves(rope: RopeConfig) -> list[int] | None:
     Kernels expect the two elements of a rotated pair half a head apart, even if only some
     dimensions of the head are rotated.
     """
-    if rope.is_interleaved:
-        return [*range(0, rope.head_dim, 2), *range(1, rope.head_dim, 2)]
-    if rope.rotary_dim == rope.head_dim or rope.kind == "proportional":
-        return None
     half, rotated = rope.head_dim // 2, rope.rotary_dim // 2
     unrotated = list(range(rope.rotary_dim, rope.head_dim))
-    first = [*range(rotated), *unrotated[: half - rotated]]
-    return [*first, *range(rotated, rope.rotary_dim), *unrotated[half - rotated :]]
+    if rope.is_interleaved:
+        pairs = [*range(0, rope.rotary_dim, 2)], [*range(1, rope.rotary_dim, 2)]
+    elif rotated == half or rope.kind == "proportional":
+        return None
+    else:
+        pairs = [*range(rotated)], [*range(rotated, rope.rotary_dim)]
+    first = [*pairs[0], *unrotated[: half - rotated]]
+    return [*first, *pairs[1], *unrotated[half - rotated :]]
 
 
 def _llama3(rope: RopeConfig, unscaled: Tensor) -> Tensor:
@@ -229,17 +275,21 @@ def speeds(
     """Return the rotation per position in radians: [head_dim / 2], or [T, head_dim / 2] if it
     depends on the token.
 
-    `slots` and `positions` are [T], `prompt_len` is [slots + 1].
+    `slots` and `positions` are [T], `prompt_len` is [slots + 1]. The context of a token is the
+    whole prompt at first, then it grows token by token.
     """
-    if rope.kind == "dynamic":
-        return _dynamic(rope, positions, prompt_len[slots])
-    return frequency
+    if not rope.depends_on_prompt:
+        return frequency
+    context_len = torch.maximum(positions + 1, prompt_len[slots])
+    if rope.kind == "longrope":
+        is_long = (context_len > rope.original_max_position)[:, None]
+        return torch.where(is_long, frequency[1], frequency[0])
+    return _dynamic(rope, context_len.clamp_min(rope.original_max_position))
 
 
-def _dynamic(rope: RopeConfig, positions: Tensor, prompt_len: Tensor) -> Tensor:
-    """Grow the base with the context length: the whole prompt at first, then token by token."""
-    context_len = torch.maximum(positions + 1, prompt_len).clamp_min(rope.original_max_position)
+def _dynamic(rope: RopeConfig, context_len: Tensor) -> Tensor:
+    """Grow the base with the context length."""
     ratio = rope.factor * context_len.float() / rope.original_max_position - (rope.factor - 1)
     theta = rope.theta * ratio ** (rope.head_dim / (rope.head_dim - 2))  # [T]
-    exponent = torch.arange(0, rope.head_dim, 2, device=positions.device).float() / rope.head_dim
+    exponent = torch.arange(0, rope.head_dim, 2, device=theta.device).float() / rope.head_dim
     return 1.0 / theta[:, None] ** exponent

@@ -251,7 +251,8 @@ def _draft_model(settings: EngineConfig, target: DraftTarget) -> Prepared:
             kernels.refuse(heads, target.float8_kv)
         if group.rope.depends_on_prompt:
             raise UnsupportedModelError(
-                f"{checkpoint.name}: a draft model with dynamic rope scaling is not implemented"
+                f"{checkpoint.name}: a draft model with {group.rope.kind} rope scaling is not "
+                "implemented"
             )
     if settings.load_format == "dummy":
         weights = random_weights(

@@ -187,7 +187,6 @@ class SpeculativePasses:
         if self._trail is None:
             return None
 
-
         def rows_of(part: Tensor) -> Tensor:
             return part[: key.tokens].view(key.rows, key.width, *part.shape[1:])
 

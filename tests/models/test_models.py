@@ -124,9 +124,10 @@ def test_chunks_prefixes_and_preemption_through_recorded_graphs(oracles):
     assert traced.engine.worker.decode.counts.replays > 0
 
 
-def test_dynamic_rope_does_not_share_prefixes(oracles):
+@pytest.mark.parametrize("rope", ["rope-dynamic", "rope-longrope"])
+def test_dynamic_rope_does_not_share_prefixes(oracles, rope):
     """Its keys depend on the prompt's length, so equal prefixes do not have equal keys."""
-    oracle = oracles("rope-dynamic")
+    oracle = oracles(rope)
     traced = Traced(oracle.path, backend="eager", max_num_seqs=2)
     assert not traced.engine.limits.enable_prefix_caching
     shared = prompts_of([90], oracle.vocab_size)[0]["prompt_token_ids"]

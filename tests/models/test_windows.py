@@ -274,32 +274,6 @@ def test_unused_projections_may_be_stored(oracles, tmp_path):
     expect_equal(traced, oracle, prompts_of([30, 5], oracle.vocab_size), num_tokens=8)
 
 
-def test_the_text_part_of_a_multimodal_model(oracles, tmp_path):
-    """Published Gemma 4 checkpoints have a nested config and tensors of other parts."""
-    oracle = oracles("gemma4")
-    text = json.loads((oracle.folder / "config.json").read_text())
-    del text["architectures"]
-    config = {
-        "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4",
-        "text_config": text, "vision_config": {"hidden_size": 8}, "dtype": "float32",
-    }  # fmt: skip
-    tensors = {"model.vision_tower.x.weight": torch.ones(3), "model.embed_audio.y": torch.ones(1)}
-    for name, tensor in load_file(oracle.folder / "model.safetensors").items():
-        tensors[name.replace("model.", "model.language_model.", 1)] = tensor
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    traced = Traced(str(tmp_path), backend="eager", max_num_seqs=2)
-    expect_equal(traced, oracle, prompts_of([30, 5], oracle.vocab_size), num_tokens=8)
-    for fields, word in (
-        ({"text_config": None}, "text_config=None"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps({**config, **fields}))
-        with pytest.raises(UnsupportedModelError, match=word):
-            LLM(str(tmp_path), backend="eager", skip_tokenizer_init=True, show_progress=False)
-
-
 @pytest.mark.parametrize(
     ("model", "fields", "words"),
     [

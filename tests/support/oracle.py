@@ -471,6 +471,7 @@ FAMILIES = {
             "max_position_embeddings": 512,
         },
     ),
+    "phi3": Family("Phi3", {"sliding_window": 21, "num_key_value_heads": 4}),
     "rope-linear": Family(
         "Llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}
     ),
@@ -505,6 +506,20 @@ FAMILIES = {
             }
         },
     ),
+    "rope-longrope": Family(
+        "Phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "partial_rotary_factor": 0.75,
+            "sliding_window": 300,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.0, 1.1, 1.2, 1.3, 1.5],
+                "long_factor": [1.0, 1.2, 1.9, 3.1, 5.5, 8.0],
+            },
+        },
+    ),
 }
 
 
@@ -519,6 +534,7 @@ HYBRIDS = (
     "olmo3",
     "gpt-oss",
     "mimo-v2",
+    "phi3",
 )
 """Families with sliding-window layers."""
 
@@ -587,9 +603,13 @@ class Oracle:
         # transformers grows dynamic RoPE in place and keeps it, so reset it for every request
         if self.rotary is not None:
             self.model.model.rotary_emb = copy.deepcopy(self.rotary)
-        ids, cache, tokens, rows = torch.tensor([prompt]), None, [], []
+        ids, cache, begin, tokens, rows = torch.tensor([prompt]), None, 0, [], []
         for _ in range(num_tokens):
-            out = self.model(ids, past_key_values=cache, use_cache=True)
+            out = self.model(
+                ids, position_ids=begin + torch.arange(ids.shape[1])[None], past_key_values=cache,
+                use_cache=True,
+            )  # fmt: skip
+            begin += ids.shape[1]
             cache = out.past_key_values
             rows.append(out.logits[0, -1].float())
             tokens.append(int(rows[-1].argmax()))
@@ -602,24 +622,7 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
     config = getattr(transformers, f"{family.model}Config")(**{**BASE, **family.config})
     config._attn_implementation = "eager"  # the one that supports sinks and soft caps
     model = getattr(transformers, f"{family.causal or family.model}ForCausalLM")(config).eval()
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtype)  # buffers (RoPE frequencies) stay float32
-        if name.endswith("A_log"):  # some states decay slowly, some quickly
-            torch.nn.init.uniform_(parameter, -4.0, 1.0)
-        elif name.endswith(".D"):
-            torch.nn.init.normal_(parameter, 0, 0.5)
-        elif name.endswith("bias"):  # transformers initialises them to zero, which hides mistakes
-            torch.nn.init.normal_(parameter, 0, 0.2)
-        elif "norm" in name:
-            size = family.query_norm if "q_norm" in name else 1.0
-            torch.nn.init.normal_(parameter, size, 0.1 * size)
-        elif name.endswith(("router.scale", "per_expert_scale")):
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    for name, buffer in model.named_buffers():
-        if name.endswith(("correction_bias", "expert_bias")):
-            torch.nn.init.normal_(buffer, 0, 0.2)
-        elif name.endswith("layer_scalar"):
-            buffer.copy_(torch.nn.init.uniform_(buffer, 0.5, 1.5).to(dtype))  # rounded as on disk
+    randomise(model, family.query_norm, dtype)
     model.save_pretrained(folder)
     if family.stored:
         file = folder / "model.safetensors"
@@ -629,3 +632,25 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
         save_file(tensors, file, {"format": "pt"})
     rotary = copy.deepcopy(getattr(model.model, "rotary_emb", None))
     return Oracle(folder, model, rotary, config.vocab_size)
+
+
+def randomise(model: Any, query_norm: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+    """Draw the parameters that transformers initialises to constants, and convert all to dtype."""
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtype)  # buffers (RoPE frequencies) stay float32
+        if name.endswith("A_log"):  # some states decay slowly, some quickly
+            torch.nn.init.uniform_(parameter, -4.0, 1.0)
+        elif name.endswith(".D"):
+            torch.nn.init.normal_(parameter, 0, 0.5)
+        elif name.endswith("bias"):  # transformers initialises them to zero, which hides mistakes
+            torch.nn.init.normal_(parameter, 0, 0.2)
+        elif "norm" in name:
+            size = query_norm if "q_norm" in name else 1.0
+            torch.nn.init.normal_(parameter, size, 0.1 * size)
+        elif name.endswith(("router.scale", "per_expert_scale")):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("correction_bias", "expert_bias")):
+            torch.nn.init.normal_(buffer, 0, 0.2)
+        elif name.endswith("layer_scalar"):
+            buffer.copy_(torch.nn.init.uniform_(buffer, 0.5, 1.5).to(dtype))  # rounded as on disk

@@ -41,7 +41,8 @@ class AttentionKernels(ABC):
     def rope_angles(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
         """Return cos and sin of the tokens' rotations, multiplied by factor.
 
-        frequency is [head_dim / 2], or [T, head_dim / 2] where tokens differ.
+        frequency is [head_dim / 2], or [T, head_dim / 2] where tokens differ. Pairs of frequency 0
+        are not rotated, and not multiplied either.
         """
 
     @abstractmethod

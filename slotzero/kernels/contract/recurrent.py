@@ -66,8 +66,7 @@ class RecurrentKernels(ABC):
         gates_first: bool,
         activation: Literal["silu", "sigmoid"] = "silu",
     ) -> Tensor:
-        """Apply RMSNorm to each group of x, and multiply by activation(gates) before or after it.
-        """
+        """Apply RMSNorm to each group of x, and multiply by activation(gates) before or after it."""
 
     @abstractmethod
     def commit_trail(

@@ -212,6 +212,7 @@ void softmax(Tensor x, Tensor out) {
 }
 
 // cos and sin [T, 1, size] of positions [T] times frequency [size] or [T, size], times `factor`.
+// A pair of frequency 0 stands still: its cosine is 1.
 void rope_angles(Tensor positions, Tensor frequency, double factor, Tensor cos, Tensor sin) {
   const int64_t tokens = positions.size(0), size = frequency.size(frequency.dim() - 1);
   STD_TORCH_CHECK(positions.is_contiguous() && frequency.is_contiguous() && cos.is_contiguous() &&
@@ -229,7 +230,7 @@ void rope_angles(Tensor positions, Tensor frequency, double factor, Tensor cos, 
     const float* speeds = speed + (by_token ? t * size : 0);
     for (int64_t i = 0; i < size; ++i) {
       const float angle = static_cast<float>(position[t]) * speeds[i];
-      c[t * size + i] = std::cos(angle) * by;
+      c[t * size + i] = speeds[i] == 0.0f ? 1.0f : std::cos(angle) * by;
       s[t * size + i] = std::sin(angle) * by;
     }
   });

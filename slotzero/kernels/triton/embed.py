@@ -82,7 +82,8 @@ def _rope_kernel(
     position = tl.load(positions + token)
     speed = tl.load(frequency + token * frequency_stride + pair, mask=inside, other=0.0)
     angle = position.to(tl.float32) * speed
-    tl.store(cos + token * half + pair, tl.cos(angle) * factor, mask=inside)
+    turned = tl.where(speed == 0.0, 1.0, tl.cos(angle) * factor)
+    tl.store(cos + token * half + pair, turned, mask=inside)
     tl.store(sin + token * half + pair, tl.sin(angle) * factor, mask=inside)
 
 

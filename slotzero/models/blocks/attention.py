@@ -13,7 +13,7 @@ from slotzero.kernels.attention_plans import AttentionPlan
 from slotzero.kernels.types import Angles, Heads, Normed, PagedKv, QkNorms, ResidualNorms
 from slotzero.kernels.weights import LinearWeight
 from slotzero.models.blocks.block import FLAG, Block, BlockContext, split_evenly
-from slotzero.models.param import LinearParam, Param, Params, Source, linear
+from slotzero.models.param import LinearParam, Param, Params, Source, linear, side_by_side
 from slotzero.models.rope import RopeConfig, halves
 
 
@@ -104,6 +104,8 @@ class Attention(Block):
     """Whether the values are the keys before norm and rotation."""
     scales: AttentionScales = NO_SCALES
     prefix: str = "self_attn"
+    fused: str | None = None
+    """Name of the one tensor in which the checkpoint stores queries, keys and values."""
     in_features: int | None = None  # None: hidden_size
     names: AttentionNames = NAMES
 
@@ -126,7 +128,7 @@ class Attention(Block):
 
     def params(self) -> Params:
         q, gate = self._query_sources()
-        qkv = [q, *self._key_value_sources()]
+        qkv = self._in_fused([q, *self._key_value_sources()])
         biases = [source.scaled(1 / self.scales.input) for source in qkv] if self.qkv_bias else ()
         out = Source(f"{self.prefix}.{self.names.out}", self.hidden_size, scale=self.scales.out)
         out_bias = [out] if self.out_bias else ()
@@ -170,6 +172,16 @@ class Attention(Block):
         return [
             Source(f"{self.prefix}.k_proj", k_size, order, scale=k_scale),
             Source(f"{self.prefix}.{values}", v_size, scale=v_scale),
+        ]
+
+    def _in_fused(self, sources: list[Source]) -> list[Source]:
+        """Return the sources as rows of the fused tensor, if there is one."""
+        if self.fused is None:
+            return sources
+        parts = side_by_side(f"{self.prefix}.{self.fused}", self.heads.sizes)
+        return [
+            replace(part, order=source.order, scale=source.scale)
+            for part, source in zip(parts, sources, strict=True)
         ]
 
     def _gate_param(self, gate: Source) -> LinearParam:

@@ -39,7 +39,10 @@ class ShortConv(RecurrentBlock):
     def params(self) -> Params:
         prefix, has_bias, channels = self.prefix, self.has_bias, self.scan.channels
         gates = side_by_side(f"{prefix}.in_proj", (channels,) * 3)
-        conv, out = Source(f"{prefix}.conv", channels), Source(f"{prefix}.out_proj", self.hidden_size)
+        conv, out = (
+            Source(f"{prefix}.conv", channels),
+            Source(f"{prefix}.out_proj", self.hidden_size),
+        )
         weight = linear(self.scan.conv_width, conv).weight
         return {
             "in_proj": linear(self.hidden_size, *gates, biases=gates if has_bias else ()),

@@ -27,15 +27,15 @@ NAMES = ModelNames(final_norm="model.final_layernorm")
 
 def parse(config: Config) -> ModelConfig:
     num_layers, full = positive(config, "num_hidden_layers"), config.get("attn_layer_indices") or ()
-    kinds = ["full_attention" if layer in full else "linear_attention" for layer in range(num_layers)]
+    kinds = [
+        "full_attention" if layer in full else "linear_attention" for layer in range(num_layers)
+    ]
     kinds = hybrid_layers({**config, "layer_types": kinds})
     inner = int((config.get("mamba_expand") or 2) * positive(config, "hidden_size"))
     attention, mamba = _attention(config, kinds), mamba_mixer(config, inner, norm_size=inner)
     norms = pre_norms(config, mlp="pre_ff_layernorm")
     mlp = dense_mlp(config, names=MlpNames.below("feed_forward"))
-    layers = [
-        DecoderLayer(norms, attention if kind == ATTENTION else mamba, mlp) for kind in kinds
-    ]
+    layers = [DecoderLayer(norms, attention if kind == ATTENTION else mamba, mlp) for kind in kinds]
     return model(config, layers, names=NAMES)
 
 

@@ -30,6 +30,11 @@ class Family:
     """Fields of NEUTRAL that the family implements."""
     tiny: Mapping[str, Config] = field(default_factory=dict)
     """Random models of a few hundred kilobytes, by name (`tiny:NAME`)."""
+    defaults: Config = field(default_factory=dict)
+    """Values of fields that published config.json files leave out."""
+    multimodal: Mapping[str, str] = field(default_factory=dict)
+    """Multimodal architectures whose language model this is, with the model_type that its config
+    has there, in the field text_config. Only text is supported; see checkpoint/text_part.py."""
 
 
 # Fields that must not be ignored, because they change results, and the values without an effect.
@@ -97,6 +102,13 @@ def architecture_of(model_type: str) -> str:
     return known.get(model_type, model_type)
 
 
+def language_models(architecture: str) -> Mapping[str, Family]:
+    """Return the families that may be the language model of a multimodal architecture, by the
+    model_type of text_config; empty if the architecture is not multimodal."""
+    found = (family for family in families().values() if architecture in family.multimodal)
+    return {family.multimodal[architecture]: family for family in found}
+
+
 def family_of(config: Config) -> Family:
     """Return the family that a config.json names."""
     known = families()
@@ -104,8 +116,9 @@ def family_of(config: Config) -> Family:
     architecture = (config.get("architectures") or [named])[0]
     family = known.get(architecture)
     if family is None:
+        names = [*known, *dict.fromkeys(name for f in known.values() for name in f.multimodal)]
         raise UnsupportedModelError(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(known)}"
+            f"architecture {architecture!r} is not supported; supported: {', '.join(names)}"
         )
     model_type = config.get("model_type", family.model_type)
     if model_type != family.model_type:
@@ -120,7 +133,7 @@ def parse_config(config: Config) -> ModelConfig:
     """Return the ModelConfig for a config.json; raise on a field that is not implemented."""
     family = family_of(config)
     _refuse_unimplemented(config, family)
-    model = family.parse({"model_type": family.model_type, **config})
+    model = family.parse({"model_type": family.model_type, **family.defaults, **config})
     return replace(model, quantization=parse_quantization(config))
 
 

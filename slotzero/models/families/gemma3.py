@@ -32,5 +32,11 @@ FAMILIES = (
                 initializer_range=0.05,  # small, because the model multiplies embeddings by 8
             ),
         },
+        defaults={
+            "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "head_dim": 256, "query_pre_attn_scalar": 256, "max_position_embeddings": 131_072,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+        multimodal={"Gemma3ForConditionalGeneration": "gemma3_text"},
     ),
 )  # fmt: skip

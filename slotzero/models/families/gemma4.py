@@ -218,5 +218,6 @@ FAMILIES = (
             "use_double_wide_mlp", "hidden_size_per_layer_input", "enable_moe_block", "num_experts",
         }),
         tiny={"gemma4": TINY},
+        multimodal={"Gemma4ForConditionalGeneration": "gemma4_text"},
     ),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from slotzero.models.blocks.attention import Attention
+from slotzero.models.blocks.dense_mlp import MLP_NAMES, MlpNames
 from slotzero.models.config import ModelConfig
 from slotzero.models.families.family import Family
 from slotzero.models.families.standard import (
@@ -36,6 +37,7 @@ def llama_like(
     qkv_bias: bool | None = None,  # None: attention_bias decides
     out_bias: bool | None = None,
     is_sliding: IsSliding = never,
+    mlp_names: MlpNames = MLP_NAMES,
     **attention: Any,
 ) -> ModelConfig:
     """Return a model of Llama's shape; `attention` overrides fields of Attention."""
@@ -51,7 +53,7 @@ def llama_like(
         )
         for name, group in groups.items()
     }
-    norms, mlp = pre_norms(config), dense_mlp(config)
+    norms, mlp = pre_norms(config), dense_mlp(config, names=mlp_names)
     return model(config, [DecoderLayer(norms, mixers[name], mlp) for name in names])
 
 

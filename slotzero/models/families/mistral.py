@@ -24,5 +24,6 @@ FAMILIES = (
                 "mistral", "MistralForCausalLM", 2, 96, 160, (4, 1, 32), sliding_window=None
             ),
         },
+        multimodal={"Mistral3ForConditionalGeneration": "mistral"},
     ),
 )  # fmt: skip

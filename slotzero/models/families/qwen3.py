@@ -7,12 +7,14 @@ from slotzero.models.config import ModelConfig
 from slotzero.models.families.family import Family
 from slotzero.models.families.llama import llama_like
 from slotzero.models.families.qwen2 import late_layers_slide
+from slotzero.models.families.standard import without_mrope
 from slotzero.models.families.tiny import tiny
 
 Config = Mapping[str, Any]
 
 
 def parse(config: Config) -> ModelConfig:
+    config = without_mrope(config)
     return llama_like(config, is_sliding=late_layers_slide(config), qk_norm="head")
 
 
@@ -25,5 +27,6 @@ FAMILIES = (
                 rope_theta=1000000.0,
             ),
         },
+        multimodal={"Qwen3VLForConditionalGeneration": "qwen3_vl_text"},
     ),
 )  # fmt: skip

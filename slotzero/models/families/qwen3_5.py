@@ -7,14 +7,11 @@ from typing import Any
 from slotzero.models.config import ModelConfig
 from slotzero.models.families.family import Family
 from slotzero.models.families.qwen3_next import qwen_hybrid
+from slotzero.models.families.standard import without_mrope
 from slotzero.models.families.tiny import layer_types, tiny
-from slotzero.models.fields import mapping, positive, require
+from slotzero.models.fields import positive, require
 
 Config = Mapping[str, Any]
-
-SECTIONS = ("mrope_section", "mrope_interleaved")
-"""Fields that divide the rotated dimensions between time, height and width. A token of text has the
-same position in all three."""
 
 
 def parse(config: Config) -> ModelConfig:
@@ -29,11 +26,8 @@ def parse_moe(config: Config) -> ModelConfig:
 def _parse(config: Config, **overrides: Any) -> ModelConfig:
     require(config, "attn_output_gate", True)
     require(config, "mtp_use_dedicated_embeddings", False)
-    rope = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
-    rope = {field: value for field, value in rope.items() if field not in SECTIONS}
     num_mtp = config.get("mtp_num_hidden_layers", 1) or 0
-    config = {**config, "rope_parameters": rope}
-    return qwen_hybrid(config, num_mtp, is_by_head=False, **overrides)
+    return qwen_hybrid(without_mrope(config), num_mtp, is_by_head=False, **overrides)
 
 
 TINY = partial(
@@ -50,6 +44,7 @@ FAMILIES = (
     Family(
         "qwen3_5_text", "Qwen3_5ForCausalLM", parse, frozenset({"partial_rotary_factor"}),
         tiny={"qwen3.5": TINY("qwen3_5_text", "Qwen3_5ForCausalLM")},
+        multimodal={"Qwen3_5ForConditionalGeneration": "qwen3_5_text"},
     ),
     Family(
         "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", parse_moe,
@@ -60,5 +55,6 @@ FAMILIES = (
                 moe_intermediate_size=40, shared_expert_intermediate_size=24,
             ),
         },
+        multimodal={"Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text"},
     ),
 )  # fmt: skip

@@ -20,6 +20,7 @@ Config = Mapping[str, Any]
 IsSliding = Callable[[int], bool]
 
 LAYER_TYPES: Mapping[str, str] = {"full_attention": FULL, "sliding_attention": SLIDING}
+MROPE = "type", "mrope_section", "mrope_interleaved"
 
 
 def model(config: Config, layers: Sequence[DecoderLayer], **overrides: Any) -> ModelConfig:
@@ -195,6 +196,23 @@ def partial_rope(config: Config, theta: float, default: float) -> Config:
     parameters = {"partial_rotary_factor": partial, **given}
     theta = config.get("rope_theta") or theta
     return {**config, "rope_theta": theta, "rope_parameters": parameters}
+
+
+def without_mrope(config: Config) -> Config:
+    """Return the config without the fields of multimodal RoPE, which has three positions per token:
+    for a token of text they are equal, so it is rotated as without them."""
+    fields = "rope_parameters", "rope_scaling"
+    given = {field: mapping(config, field) for field in fields if config.get(field)}
+    plain = {
+        field: {name: rope[name] for name in rope if name not in MROPE} | _plain_kind(rope)
+        for field, rope in given.items()
+    }
+    return {**config, **plain}
+
+
+def _plain_kind(rope: Config) -> dict[str, str]:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    return {"rope_type": "default" if kind == "mrope" else kind}
 
 
 def rope_if_configured(config: Config) -> Config:

@@ -104,6 +104,7 @@ def test_softmax_and_softcap(kernels, size):
 @pytest.mark.parametrize("size", SIZES)
 def test_rope_angles(kernels, size):
     frequency = torch.rand(size)
+    frequency[-1] = 0
 
     def angles(positions: Tensor) -> Tensor:
         return stacked(
