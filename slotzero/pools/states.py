@@ -116,7 +116,7 @@ class StateShape:
         return Trail(output(CONV_TRAIL, *of_conv), of_scan and output(SCAN_TRAIL, *of_scan))
 
     def _kinds(self) -> tuple[_Kind, _Kind | None]:
-        """Return shape and dtype of the states of the convolution, and of the scan if there is one."""
+        """Return shape and dtype of the convolution's states, and of the scan's if it exists."""
         conv, scan = self.scan.conv_shape, self.scan.scan_shape
         return (conv, self.conv_dtype), (scan, self.scan_dtype) if self.scan.has_scan else None
 

@@ -31,7 +31,8 @@ class RecurrentKernels(ABC):
         """Convolve each channel over the token's inputs so far, apply silu -> [T, channels].
 
         The inputs of kind `conv` are gates * values in the dtype of x; instead of silu, the result
-        is multiplied by the output gates. Writes `conv` of the states and snapshots, or of the trail.
+        is multiplied by the output gates. Writes `conv` of the states and snapshots, or of the
+        trail.
         """
 
     @abstractmethod
@@ -66,7 +67,7 @@ class RecurrentKernels(ABC):
         gates_first: bool,
         activation: Literal["silu", "sigmoid"] = "silu",
     ) -> Tensor:
-        """Apply RMSNorm to each group of x, and multiply by activation(gates) before or after it."""
+        """Apply RMSNorm to each group of x; multiply by activation(gates) before or after it."""
 
     @abstractmethod
     def commit_trail(
