@@ -62,9 +62,9 @@ class LayerMemory(NamedTuple):
         """Return the states of the `index`th recurrent layer."""
         assert self.states is not None
         states = self.states
-        of_layer = [part if part is None else part[index] for part in states[:4]]
-        assert of_layer[0] is not None
-        states = States(of_layer[0], *of_layer[1:], states.rows)
+        conv, *parts = states[:4]
+        scan, conv_kept, scan_kept = (part if part is None else part[index] for part in parts)
+        states = States(conv[index], scan, conv_kept, scan_kept, states.rows)
         if self.trail is None:
             return states, None
         conv, scan = self.trail

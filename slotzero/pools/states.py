@@ -103,7 +103,8 @@ class StateShape:
         assert conv is not None
         if rows is None:
             return States(conv, scan)
-        return States(conv, scan, *tables(SNAPSHOTS, num_snapshots, SNAPSHOT_ROWS), rows)
+        conv_kept, scan_kept = tables(SNAPSHOTS, num_snapshots, SNAPSHOT_ROWS)
+        return States(conv, scan, conv_kept, scan_kept, rows)
 
     def trail(self, registry: Registry, num_tokens: int) -> Trail:
         """Allocate the states after each draft token: [tokens, layers, ...] each."""

@@ -33,16 +33,22 @@ EVEN = {  # changes to families whose heads two ranks cannot share
     "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 2},
     "deepseek-v3": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "qwen3-next": {"linear_num_key_heads": 2},
+    "qwen3.5": {"linear_num_key_heads": 2},
+    "kimi-linear": {"linear_num_heads": 4},
     "granite-hybrid": {"mamba_n_groups": 1},  # each rank has a copy
     "nemotron-h": {"n_groups": 2},
 }
+LIKE_OTHERS = ("qwen3.5-moe", "lfm2-moe", "bamba")  # the blocks of their layers are split elsewhere
 LENGTHS = [1, 19, 40, 44]
 SETTINGS = {"backend": "eager", "max_num_seqs": 4, "max_num_batched_tokens": 33}
 PAGE = 2 * 16 * 2 * 16 * 4  # layers, page size, k and v, head size, float32
 AHEAD = {"speculative": "mtp", "speculative_steps": 2}
 TREE = {"speculative_topk": 2, "speculative_num_draft_tokens": 4}
 JOBS = {
-    **{name: (name, SETTINGS) for name in FAMILIES if not name.startswith("rope")},
+    **{
+        name: (name, SETTINGS) for name in FAMILIES
+        if not name.startswith("rope") and name not in LIKE_OTHERS
+    },
     **{f"{name}-spread": (name, SETTINGS) for name in ("gpt-oss", "deepseek-v2", "deepseek-v3")},
     "llama-graphs": ("llama", {**SETTINGS, "backend": "cpu", "max_num_seqs": 2}),
     "llama-preempted": (
