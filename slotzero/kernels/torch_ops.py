@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slotzero.errors import UnsupportedModelError
 from slotzero.kernels import quantized
 from slotzero.kernels.attention_plans import AttentionPlan, TorchPlan
 from slotzero.kernels.contract import Kernels
@@ -25,6 +26,8 @@ from slotzero.kernels.types import (
     Experts,
     ExpertWeights,
     Heads,
+    IndexInputs,
+    IndexShape,
     MlaWeights,
     Normed,
     PagedKv,
@@ -43,6 +46,7 @@ from slotzero.kernels.weights import (
 )
 
 CLAMP, SLOPE = 7.0, 1.702  # constants of clamped_silu
+INDEX_EPS = 1e-6  # of the LayerNorm of an indexer's keys
 
 
 class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
@@ -128,8 +132,20 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         """Attend to the KV cache -> [T, heads, value_dim].
 
         Each token attends to its own position and those before it, the last `window` of them, or
-        those of its branch; slot 0 gets zeros.
+        those of its branch, or those that the plan's `taken` selects; slot 0 gets zeros.
         """
+
+    @abstractmethod
+    def select_keys(
+        self,
+        q: Tensor,  # [T, heads, dim]
+        weights: Tensor,  # [T, heads]
+        kv: PagedKv,  # rows begin with an index key [dim]
+        plan: TorchPlan,
+        top_k: int,
+    ) -> Tensor:
+        """Select the keys with the largest sums over heads of weight * relu(q k) among those that a
+        token sees -> [T, positions] uint8: 1 if selected."""
 
     def prepare(self, rehearse: Callable[[], None]) -> None:
         """Do nothing: no operation of this set is compiled at its first use."""
@@ -139,7 +155,12 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         return True
 
     def refuse(self, heads: Heads, float8_kv: bool = False) -> None:
-        """Do nothing: every shape is supported."""
+        """Refuse an FP8 KV cache with an indexer; every other shape is supported."""
+        if float8_kv and heads.mla is not None and heads.mla.index is not None:
+            raise UnsupportedModelError(
+                "--kv-cache-dtype fp8 is not implemented for a model with an indexer (index_topk): "
+                "drop it"
+            )
 
     def workspace(self) -> Mapping[str, Tensor]:
         return {}
@@ -328,6 +349,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         kv: PagedKv,
         plan: AttentionPlan,
         heads: Heads,
+        index: IndexInputs | None = None,
     ) -> Tensor:
         assert heads.mla is not None and isinstance(plan, TorchPlan)
         nope_dim, rope_dim = heads.mla.nope_dim, heads.mla.rope_dim
@@ -336,9 +358,18 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         k_rope, latent = k[:, None, :rope_dim], k[:, None, rope_dim:]
         latent = self.rms_norm(latent, weights.k_norm, heads.norm_eps)
         row = torch.cat((rotate(k_rope, *angles), latent), dim=-1)
-        self.store_kv(row, row[..., :0], kv, plan.tokens)
         absorbed = self.per_head_product(q_nope, weights.up_k, transposed=False)
         q = torch.cat((rotate(q_rope, *angles), absorbed), dim=-1)
+        shape = heads.mla.index
+        if shape is None or index is None:
+            self.store_kv(row, row[..., :0], kv, plan.tokens)
+        else:
+            index_q, index_k = _index_sides(index, shape, angles, rope_dim)
+            row = torch.cat((index_k, row), dim=-1)
+            self.store_kv(row, row[..., :0], kv, plan.tokens)
+            taken = self.select_keys(index_q, index.weights.contiguous(), kv, plan, shape.top_k)
+            plan = plan._replace(taken=taken)
+            q = torch.cat((torch.zeros_like(q[..., : shape.head_dim]), q), dim=-1)
         latents = self.attend(q, None, kv, plan, heads)
         return self.per_head_product(latents, weights.up_v, transposed=True).flatten(1)
 
@@ -357,6 +388,19 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         kept = tokens[slots, new_length]
         tokens.index_put_((slots, new_length), torch.where(samples, sampled, kept))
         length.index_put_((slots,), new_length)
+
+
+def _index_sides(
+    index: IndexInputs, shape: IndexShape, angles: Angles, rope_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Return the rotated queries [T, heads, head_dim] and key [T, 1, head_dim] of an indexer."""
+    size = (shape.head_dim,)
+    key = F.layer_norm(index.k.float(), size, index.norm.float(), index.bias.float(), INDEX_EPS)
+    q, k = index.q.view(len(key), -1, shape.head_dim), key.to(index.k.dtype)[:, None]
+    q, k = (
+        torch.cat((rotate(x[..., :rope_dim], *angles), x[..., rope_dim:]), dim=-1) for x in (q, k)
+    )
+    return q, k
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

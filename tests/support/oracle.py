@@ -273,6 +273,27 @@ FAMILIES = {
             },
         },
     ),
+    "deepseek-v3.2": Family(
+        "DeepseekV32",
+        {
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "kv_lora_rank": 40,
+            "q_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 40,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "index_n_heads": 16,  # few keys have equal scores, relu(...) = 0 for every head
+            "index_head_dim": 20,
+            "index_topk": 12,
+        },
+    ),
     "qwen3-next": Family(
         "Qwen3Next",
         {

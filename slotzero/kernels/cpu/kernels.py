@@ -197,10 +197,21 @@ class CpuKernels(TorchKernels):
         out = q.new_empty(q.shape[0], heads.num_heads, heads.value_dim)
         torch.ops.slotzero.attend.default(
             q, sinks, *kv, *plan.tokens,
-            *(plan.branches or NO_BRANCHES),
+            *(plan.branches or NO_BRANCHES), plan.taken,
             heads.scale, heads.window, heads.softcap, out,
         )  # fmt: skip
         return out
+
+    def select_keys(
+        self, q: Tensor, weights: Tensor, kv: PagedKv, plan: TorchPlan, top_k: int
+    ) -> Tensor:
+        num_positions = kv.page_table.shape[1] * kv.pages.shape[1]
+        taken = q.new_empty(len(q), num_positions, dtype=torch.uint8)
+        torch.ops.slotzero.select_keys.default(
+            q, weights, kv.pages, kv.page_table, *plan.tokens,
+            *(plan.branches or NO_BRANCHES)[:2], top_k, taken,
+        )  # fmt: skip
+        return taken
 
     def convolve(
         self,
@@ -254,7 +265,7 @@ def _register_shapes() -> None:
     for name in (
         "linear", "grouped", "quantized", "quantized_grouped", "round_float8", "per_head",
         "rms_norm", "add_norm", "gate", "softmax", "softcap",
-        "rope_angles", "store_kv", "attend", "convolve", "scan", "sample",
+        "rope_angles", "store_kv", "attend", "select_keys", "convolve", "scan", "sample",
     ):  # fmt: skip
         torch.library.register_fake(f"slotzero::{name}", lambda *_: None)
 
