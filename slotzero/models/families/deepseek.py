@@ -66,6 +66,8 @@ def parse_v32(config: Config) -> ModelConfig:
 def _parse(config: Config, experts: Experts, index: IndexShape | None = None) -> ModelConfig:
     num_layers, hidden = positive(config, "num_hidden_layers"), positive(config, "hidden_size")
     rope_dim = positive(config, "qk_rope_head_dim")
+    if rope_dim % 2:
+        raise UnsupportedModelError(f"config field qk_rope_head_dim={rope_dim}: must be even")
     rope = replace(
         parse_rope(config, rope_dim, positive(config, "max_position_embeddings")),
         is_interleaved=bool(config.get("rope_interleave", True)),
@@ -97,8 +99,6 @@ def latent_group(
             f"num_attention_heads={num_heads} with MLA"
         )
     nope, rope_dim = positive(config, "qk_nope_head_dim"), positive(config, "qk_rope_head_dim")
-    if rope_dim % 2:
-        raise UnsupportedModelError(f"config field qk_rope_head_dim={rope_dim}: must be even")
     rank = positive(config, "kv_lora_rank")
     heads = Heads(
         num_heads=num_heads,
