@@ -18,6 +18,7 @@ from slotzero.kernels import quantized
 from slotzero.kernels.attention_plans import AttentionPlan, TorchPlan
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.torch_recurrent import TorchRecurrent
+from slotzero.kernels.torch_rotation import index_sides, rotate
 from slotzero.kernels.torch_speculation import TorchSpeculation
 from slotzero.kernels.types import (
     Activation,
@@ -27,7 +28,6 @@ from slotzero.kernels.types import (
     ExpertWeights,
     Heads,
     IndexInputs,
-    IndexShape,
     MlaWeights,
     Normed,
     PagedKv,
@@ -46,7 +46,6 @@ from slotzero.kernels.weights import (
 )
 
 CLAMP, SLOPE = 7.0, 1.702  # constants of clamped_silu
-INDEX_EPS = 1e-6  # of the LayerNorm of an indexer's keys
 
 
 class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
@@ -364,7 +363,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         if shape is None or index is None:
             self.store_kv(row, row[..., :0], kv, plan.tokens)
         else:
-            index_q, index_k = _index_sides(index, shape, angles, rope_dim)
+            index_q, index_k = index_sides(index, shape, angles, rope_dim)
             row = torch.cat((index_k, row), dim=-1)
             self.store_kv(row, row[..., :0], kv, plan.tokens)
             taken = self.select_keys(index_q, index.weights.contiguous(), kv, plan, shape.top_k)
@@ -388,25 +387,6 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         kept = tokens[slots, new_length]
         tokens.index_put_((slots, new_length), torch.where(samples, sampled, kept))
         length.index_put_((slots,), new_length)
-
-
-def _index_sides(
-    index: IndexInputs, shape: IndexShape, angles: Angles, rope_dim: int
-) -> tuple[Tensor, Tensor]:
-    """Return the rotated queries [T, heads, head_dim] and key [T, 1, head_dim] of an indexer."""
-    size = (shape.head_dim,)
-    key = F.layer_norm(index.k.float(), size, index.norm.float(), index.bias.float(), INDEX_EPS)
-    q, k = index.q.view(len(key), -1, shape.head_dim), key.to(index.k.dtype)[:, None]
-    q, k = (
-        torch.cat((rotate(x[..., :rope_dim], *angles), x[..., rope_dim:]), dim=-1) for x in (q, k)
-    )
-    return q, k
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to x [T, heads, head_dim]: pairs are (i, i + head_dim / 2); float32 arithmetic."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def ordered_sum(x: Tensor, axis: int) -> Tensor:

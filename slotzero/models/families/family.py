@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -117,8 +118,10 @@ def family_of(config: Config) -> Family:
     family = known.get(architecture)
     if family is None:
         names = [*known, *dict.fromkeys(name for f in known.values() for name in f.multimodal)]
+        similar = ", ".join(get_close_matches(str(architecture), names, n=3, cutoff=0.0))
         raise UnsupportedModelError(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(names)}"
+            f"architecture {architecture!r} is not supported; of the {len(names)} supported ones, "
+            f"the names most like it are {similar}"
         )
     model_type = config.get("model_type", family.model_type)
     if model_type != family.model_type:
