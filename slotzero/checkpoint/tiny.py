@@ -5,6 +5,7 @@ are bytes, so any text can be a prompt. See models/families/tiny.py for the shap
 """
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from slotzero.checkpoint.dummy import DummyCheckpoint
@@ -25,10 +26,18 @@ def tiny_names() -> list[str]:
     return [PREFIX + kind for kind in tiny_configs()]
 
 
+def tiny_names_like(name: str) -> str:
+    """Return tiny:llama, and the tiny models whose names are most like this one."""
+    similar = get_close_matches(name, tiny_names(), n=3, cutoff=0.5)
+    return ", ".join(dict.fromkeys((f"{PREFIX}llama", *similar)))
+
+
 def tiny_checkpoint(name: str) -> DummyCheckpoint:
     config = {**tiny_configs(), **gemma4_assistant.TINY}.get(name.removeprefix(PREFIX))
     if config is None:
-        raise ModelNotFoundError(f"no tiny model {name!r}; use one of {', '.join(tiny_names())}")
+        raise ModelNotFoundError(
+            f"no tiny model {name!r}; use one of the README's list, such as {tiny_names_like(name)}"
+        )
     return DummyCheckpoint(
         config,
         name,

@@ -1,6 +1,7 @@
 """Kimi Linear: Kimi Delta Attention, or MLA without RoPE, and experts beside a shared expert."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from slotzero.errors import UnsupportedModelError
@@ -86,7 +87,13 @@ def _standard_fields(config: Config) -> Config:
 def _attention(config: Config, kinds: list[str]) -> MlaAttention:
     layers = [layer for layer, kind in enumerate(kinds) if kind == ATTENTION]
     sizes = positive(config, "qk_rope_head_dim"), positive(config, "max_position_embeddings")
-    rope = parse_rope({"rope_parameters": {"rope_type": "none"}}, *sizes)
+    rope = parse_rope(config, *sizes)
+    if rope.kind != "default":
+        raise UnsupportedModelError(
+            f"rope scaling {rope.kind!r} has no effect, because attention has no RoPE: remove it "
+            "from config.json"
+        )
+    rope = replace(rope, kind="none")
     q_rank = None if config.get("q_lora_rank") is None else positive(config, "q_lora_rank")
     return MlaAttention(latent_group(config, layers, rope), positive(config, "hidden_size"), q_rank)
 
