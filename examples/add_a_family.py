@@ -1,10 +1,11 @@
-"""Add a model family from outside the package: Arcee, which Slotzero does not support itself.
+"""Add a model family from outside the package: Helium, which Slotzero does not support itself.
 
     python examples/add_a_family.py
 
-Arcee is Llama with a different MLP: no gate, and a squared ReLU. Slotzero has all of its blocks, so
-the family is one function that turns a config.json into layers. The script then builds and saves a
-tiny random model with transformers, and checks that both engines generate the same tokens.
+Helium is Llama with a different RoPE: it rotates neighbouring pairs of each head. Slotzero has all
+of its blocks, so the family is one function that turns a config.json into layers. The script then
+builds and saves a tiny random model with transformers, and checks that both engines generate the
+same tokens.
 """
 
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import ArceeConfig, ArceeForCausalLM
+from transformers import HeliumConfig, HeliumForCausalLM
 
 from slotzero import LLM, SamplingParams
 from slotzero.models.blocks.attention import Attention
@@ -33,54 +34,49 @@ from slotzero.models.layer import DecoderLayer
 PROMPTS = ([1, 5, 9, 14], [1, 77, 30], [1, *range(20, 60)])
 
 
-def parse_arcee(config: Mapping[str, Any]) -> ModelConfig:
-    """Turn Arcee's config.json into layers."""
-    require(config, "hidden_act", "relu2")  # refuse any other activation by name
-    has_bias = bool(config.get("attention_bias", False))
+def parse_helium(config: Mapping[str, Any]) -> ModelConfig:
+    """Turn Helium's config.json into layers."""
+    require(config, "attention_bias", False)  # refuse any other value by name
     names = layer_groups(config)  # the KV group of each layer: "full" for all of them
-    groups = kv_groups(config, names, attention_heads(config))
-    norms = pre_norms(config)
-    mlp = dense_mlp(config, activation="relu", is_gated=False)  # relu(x) * x
+    groups = kv_groups(config, names, attention_heads(config), is_interleaved=True)
+    norms, mlp = pre_norms(config), dense_mlp(config)
     return model(
         config,
         [
-            DecoderLayer(
-                norms,
-                Attention(
-                    groups[name], config["hidden_size"], qkv_bias=has_bias, out_bias=has_bias
-                ),
-                mlp,
-            )
+            DecoderLayer(norms, Attention(groups[name], config["hidden_size"]), mlp)
             for name in names
         ],
     )
 
 
-ARCEE = Family("arcee", "ArceeForCausalLM", parse_arcee)
+HELIUM = Family(
+    "helium", "HeliumForCausalLM", parse_helium, defaults={"rope_theta": 100000.0, "head_dim": 128}
+)
 
 
-def save_tiny(folder: Path) -> ArceeForCausalLM:
-    """Save a random Arcee model of two layers, and return it."""
+def save_tiny(folder: Path) -> HeliumForCausalLM:
+    """Save a random Helium model of two layers, and return it."""
     torch.manual_seed(0)
-    config = ArceeConfig(
+    config = HeliumConfig(
         vocab_size=211,
         hidden_size=64,
         intermediate_size=112,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=16,
         max_position_embeddings=256,
         initializer_range=0.15,  # large, so that a mistake changes the tokens
         bos_token_id=1,
         eos_token_id=2,
     )
-    arcee = ArceeForCausalLM(config).eval()
-    arcee.save_pretrained(folder)
-    return arcee
+    helium = HeliumForCausalLM(config).eval()
+    helium.save_pretrained(folder)
+    return helium
 
 
 def expected_tokens(
-    arcee: ArceeForCausalLM, prompts: Sequence[Sequence[int]], num_tokens: int
+    helium: HeliumForCausalLM, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> list[list[int]]:
     """Generate greedily with transformers."""
     answers = []
@@ -88,14 +84,14 @@ def expected_tokens(
         tokens = list(prompt)
         for _ in range(num_tokens):
             with torch.inference_mode():
-                logits = arcee(torch.tensor([tokens])).logits
+                logits = helium(torch.tensor([tokens])).logits
             tokens.append(int(logits[0, -1].argmax()))
         answers.append(tokens[len(prompt) :])
     return answers
 
 
 def main(backend: str = "auto", num_tokens: int = 24) -> None:
-    register(ARCEE)
+    register(HELIUM)
     with tempfile.TemporaryDirectory() as folder:
         expected = expected_tokens(save_tiny(Path(folder)), PROMPTS, num_tokens)
         llm = LLM(

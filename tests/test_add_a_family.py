@@ -16,7 +16,7 @@ PARSE = """
 import add_a_family
 from slotzero.errors import UnsupportedModelError
 try:
-    add_a_family.parse_arcee({"hidden_act": "silu"})
+    add_a_family.parse_helium({"attention_bias": True})
 except UnsupportedModelError as error:
     print(error)
 """
@@ -34,8 +34,8 @@ def run(code: str) -> str:
 
 
 def test_the_family_is_not_part_of_the_package():
-    with pytest.raises(UnsupportedModelError, match="'ArceeForCausalLM' is not supported"):
-        parse_config({"architectures": ["ArceeForCausalLM"]})
+    with pytest.raises(UnsupportedModelError, match="'HeliumForCausalLM' is not supported"):
+        parse_config({"architectures": ["HeliumForCausalLM"]})
 
 
 @pytest.mark.slow
@@ -47,5 +47,5 @@ def test_the_example_generates_the_tokens_of_transformers():
 
 
 @pytest.mark.slow
-def test_another_activation_is_refused_by_name():
-    assert "hidden_act='silu': only relu2 is implemented" in run(PARSE)
+def test_another_value_is_refused_by_name():
+    assert "attention_bias=True: only False is implemented" in run(PARSE)

@@ -5,9 +5,9 @@ stored, for the types that quantization/gguf.py keeps packed; `read` converts an
 quantised ones by the optional package `gguf`. Nothing is cached.
 
 llama.cpp rotates neighbouring pairs (0, 1), (2, 3) ... of a head, while Hugging Face rotates the
-pairs (0, d/2), (1, d/2 + 1) ...; files of architecture llama therefore store the rows of Q and K in
-a different order. The rule: `read` restores Hugging Face's order, so callers need not know the
-format of a tensor's source.
+pairs (0, d/2), (1, d/2 + 1) ...; files of some architectures, such as llama, therefore store the
+rows of Q and K in a different order. The rule: `read` restores Hugging Face's order, so callers
+need not know the format of a tensor's source.
 """
 
 import math
@@ -22,6 +22,7 @@ import torch
 
 from slotzero.checkpoint.gguf_header import BLOCK_TYPES, StoredTensor, map_file, parse_header
 from slotzero.checkpoint.gguf_names import (
+    IN_PAIRS,
     ROPE_FACTORS,
     end_token_ids,
     hugging_face_config,
@@ -88,7 +89,7 @@ class GgufCheckpoint(Checkpoint):
     def _num_rotated_heads(self, name: str) -> int | None:
         """Return how many heads the rows of a tensor belong to, if their order is llama.cpp's."""
         rotated = _ROTATED.fullmatch(name)
-        if rotated is None or self._metadata["general.architecture"] != "llama":
+        if rotated is None or self._metadata["general.architecture"] not in IN_PAIRS:
             return None
         kind = "num_attention_heads" if rotated[1] == "q" else "num_key_value_heads"
         heads: int = self.config[kind]

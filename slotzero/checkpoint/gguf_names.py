@@ -17,7 +17,9 @@ from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.models.families.family import architecture_of
 
 ROPE_FACTORS = "rope_freqs.weight"
-SUPPORTED = ("llama", "qwen2", "qwen3")
+IN_PAIRS = ("llama", "smollm3", "granite", "arcee")
+"""Architectures whose files store the rows of queries and keys in llama.cpp's order."""
+SUPPORTED = (*IN_PAIRS, "qwen2", "qwen3")
 # Mistral files have the architecture llama, because the computation is the same.
 
 _WHOLE_MODEL = {
@@ -39,6 +41,12 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -100,7 +108,12 @@ def hugging_face_config(
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
     }
-    return config | ({"sliding_window": window} if window else {})
+    more = {"sliding_window": window} if window else {}
+    if arch == "arcee":
+        more["hidden_act"] = "relu2"
+    if arch == "granite":
+        more = {field: fields.number(key) for key, field in _GRANITE.items()}
+    return config | more
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from slotzero.checkpoint.folder import (
 from slotzero.checkpoint.gguf import GgufCheckpoint
 from slotzero.checkpoint.joint_experts import separate_experts
 from slotzero.checkpoint.text_part import text_part
-from slotzero.checkpoint.tiny import PREFIX, tiny_checkpoint, tiny_names_like
+from slotzero.checkpoint.tiny import PREFIX, tiny_checkpoint
 from slotzero.config import DEFAULT_MODEL, LOAD_FORMATS
 from slotzero.errors import ConfigError, ModelNotFoundError
 from slotzero.models.checkpoint import Checkpoint
@@ -81,7 +81,7 @@ def _open(model: str, load_format: str, is_model: bool) -> Checkpoint:
         return _open_folder(_download(model, dummy, is_model), model, dummy, is_model)
     raise ModelNotFoundError(
         f"no model {model!r}; pass a folder with config.json, a .gguf file, a hub id (org/name), "
-        f"{DEFAULT_MODEL}, or a tiny model of the README's list, such as {tiny_names_like(model)}"
+        f"{DEFAULT_MODEL}, or a random model, such as {PREFIX}llama"
     )
 
 

@@ -29,8 +29,8 @@ OTHER_PARTS = tuple(
     f"{prefix}{part}."
     for prefix in ("model.", "")
     for part in (
-        "vision_tower", "visual", "multi_modal_projector", "embed_vision", "audio_tower",
-        "embed_audio",
+        "vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector",
+        "embed_vision", "audio_tower", "embed_audio",
     )
 )  # fmt: skip
 
@@ -52,13 +52,13 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config field text_config={text!r}: must be the config of the text model of "
             f"{architecture}"
         )
-    model_type = text.get("model_type") or next(iter(known))
-    if model_type not in known:
+    model_type, only = text.get("model_type"), next(iter(known)) if len(known) == 1 else ""
+    family = known.get(model_type or only)
+    if family is None:
         raise UnsupportedModelError(
             f"config field text_config.model_type={model_type!r} is not supported for "
             f"{architecture}; supported: {', '.join(known)}"
         )
-    family = known[model_type]
     common = {field: config[field] for field in COMMON_FIELDS if field in config}
     named = {"model_type": family.model_type, "architectures": [family.architecture]}
     return {**common, **text, **named}

@@ -26,17 +26,13 @@ def tiny_names() -> list[str]:
     return [PREFIX + kind for kind in tiny_configs()]
 
 
-def tiny_names_like(name: str) -> str:
-    """Return tiny:llama, and the tiny models whose names are most like this one."""
-    similar = get_close_matches(name, tiny_names(), n=3, cutoff=0.5)
-    return ", ".join(dict.fromkeys((f"{PREFIX}llama", *similar)))
-
-
 def tiny_checkpoint(name: str) -> DummyCheckpoint:
     config = {**tiny_configs(), **gemma4_assistant.TINY}.get(name.removeprefix(PREFIX))
     if config is None:
+        near = get_close_matches(name, tiny_names(), n=3, cutoff=0.4)
         raise ModelNotFoundError(
-            f"no tiny model {name!r}; use one of the README's list, such as {tiny_names_like(name)}"
+            f"no tiny model {name!r}; use {', '.join([*near, PREFIX + 'llama'])} or another one "
+            "that README.md lists"
         )
     return DummyCheckpoint(
         config,

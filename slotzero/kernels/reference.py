@@ -147,20 +147,12 @@ class ReferenceKernels(TorchKernels):
 def _seen(t: int, position: int, branches: Branches | None, heads: Heads) -> Tensor:
     """Return the positions that a token sees."""
     if branches is None:
-        return _window(position, heads)
+        return torch.arange(heads.first_key(position), position + 1)
     base, bits, stands = (int(part[t]) for part in branches)
     return _branch(position, base, bits, stands, heads)
-
-
-def _window(position: int, heads: Heads) -> Tensor:
-    return torch.arange(_first(position, heads), position + 1)
-
-
-def _first(position: int, heads: Heads) -> int:
-    return 0 if heads.window is None else max(0, position + 1 - heads.window)
 
 
 def _branch(place: int, base: int, seen: int, position: int, heads: Heads) -> Tensor:
     places = range(base, min(place + 1, base + MAX_PLACES))
     told = [place for place in places if seen >> (place - base) & 1]
-    return torch.tensor([*range(_first(position, heads), base), *told])
+    return torch.tensor([*range(heads.first_key(position), base), *told])

@@ -81,12 +81,16 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         by = weights.transpose(1, 2) if transposed else weights
         return torch.bmm(x.transpose(0, 1), by).transpose(0, 1)
 
-    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """Apply RMSNorm to the last axis of x.
+    def rms_norm(
+        self, x: Tensor, weight: Tensor | None, eps: float, is_centred: bool = False
+    ) -> Tensor:
+        """Apply RMSNorm to the last axis of x; if centred, subtract its mean first.
 
         In float32, rounded before the weight is applied, as the checkpoints were trained.
         """
         wide = x.float()
+        if is_centred:
+            wide = wide - wide.mean(-1, keepdim=True)
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return normed.to(x.dtype) if weight is None else normed.to(x.dtype) * weight
 
@@ -130,8 +134,9 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
     ) -> Tensor:
         """Attend to the KV cache -> [T, heads, value_dim].
 
-        Each token attends to its own position and those before it, the last `window` of them, or
-        those of its branch, or those that the plan's `taken` selects; slot 0 gets zeros.
+        Each token attends to its own position and those before it, the last `window` of them, those
+        of its chunk, those of its branch, or those that the plan's `taken` selects; slot 0 gets
+        zeros.
         """
 
     @abstractmethod
@@ -212,8 +217,10 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         _, embedded = self.embed(tokens, table, embedding, 1.0, norms.embed, norms.eps)
         return torch.cat((embedded.x, self.norm(hidden, norms.hidden, norms.eps).x), dim=-1)
 
-    def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
-        return Normed(x if weight is None else self.rms_norm(x, weight, eps))
+    def norm(
+        self, x: Tensor, weight: Tensor | None, eps: float, is_centred: bool = False
+    ) -> Normed:
+        return Normed(x if weight is None else self.rms_norm(x, weight, eps, is_centred))
 
     def apply_norm(self, x: Normed) -> Tensor:
         return x.x
@@ -237,9 +244,9 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         return self.add_norm(self.product(x.x, weight), residual, norms)
 
     def add_norm(self, x: Tensor, residual: Tensor, norms: ResidualNorms) -> tuple[Tensor, Normed]:
-        post, eps = norms.post, norms.eps
-        residual = residual + (x if post is None else self.rms_norm(x, post, eps))
-        return residual, self.norm(residual, norms.next, eps)
+        post, rule = norms.post, (norms.eps, norms.is_centred)
+        residual = residual + (x if post is None else self.rms_norm(x, post, *rule))
+        return residual, self.norm(residual, norms.next, *rule)
 
     def route(
         self,
@@ -268,6 +275,18 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         weighted = by_token * routed.weights[:, :, None].to(results.dtype)
         is_none = (routed.experts == len(starts) - 1)[:, :, None]
         return ordered_sum(weighted.masked_fill(is_none, 0), 1)  # even where the weight is NaN
+
+    def rotate_heads(
+        self, qkv: Tensor, norms: QkNorms, q_angles: Angles, k_angles: Angles, heads: Heads
+    ) -> Tensor:
+        q, k, v = torch.split(qkv, [*heads.sizes], dim=-1)
+        q, k = (
+            rotate(x.view(len(x), -1, heads.head_dim), *angles)
+            for x, angles in ((q, q_angles), (k, k_angles))
+        )
+        q = q if norms.q is None else self.rms_norm(q, norms.q, heads.norm_eps)
+        k = k if norms.k is None else self.rms_norm(k, norms.k, heads.norm_eps)
+        return torch.cat((q.flatten(1), k.flatten(1), v), dim=-1)
 
     def attention(
         self,

@@ -24,7 +24,9 @@ Advance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 class TorchRecurrent(RecurrentKernels):
     @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor | None, eps: float, is_centred: bool = False
+    ) -> Tensor:
         """Apply RMSNorm to the last axis of x."""
 
     @abstractmethod

@@ -58,6 +58,8 @@ class ResidualNorms(NamedTuple):
     post: Tensor | None  # applied to the addend
     next: Tensor | None  # applied to the sum
     eps: float
+    is_centred: bool = False
+    """Subtract each row's mean first: LayerNorm without a bias."""
 
 
 class PairNorms(NamedTuple):
@@ -118,6 +120,9 @@ class Heads:
     scale: float
     window: int | None = None
     """Number of keys that a token sees, its own included; None: all of them."""
+    is_chunked: bool = False
+    """The window does not end at a token's own key, but begins at the last multiple of its length:
+    a token sees the keys of its chunk up to its own."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap)."""
     norms_whole: bool = False
@@ -144,6 +149,14 @@ class Heads:
     def out_size(self) -> int:
         each = self.value_dim if self.mla is None else self.mla.v_head_dim
         return self.num_heads * each
+
+    def first_key(self, position: int) -> int:
+        """Return the first position that the token at this position sees."""
+        if self.window is None:
+            return 0
+        if self.is_chunked:
+            return position - position % self.window
+        return max(0, position + 1 - self.window)
 
     @property
     def row_size(self) -> int:
@@ -231,10 +244,14 @@ class Experts:
     inner_size: int
     activation: Activation
     scores: Literal["sigmoid", "softmax", "softmax_of_chosen"]
-    """How router logits become scores. Sigmoid scores are selected with a correction added."""
+    """How router logits become scores."""
+    is_corrected: bool = False
+    """Add a learned correction per expert to the scores, for the selection only."""
     is_normed: bool = False
     """Divide the weights of the selected experts by their sum."""
     norm_eps: float = 1e-20  # added to the sum
+    scales_input: bool = False
+    """Multiply the input of a token's only expert by its weight, instead of the result."""
     factor: float = 1.0
     num_groups: int = 1
     """Number of expert groups. Experts are selected from the best `top_groups` groups only; a group
@@ -274,3 +291,8 @@ class Routed(NamedTuple):
     rows: Tensor  # [T, hidden]
     weights: Tensor  # [T, num_chosen]: the routing weight of each chosen expert
     experts: Tensor  # [T, num_chosen] int32 or int64: its index; one past the last for none
+
+    def scaled(self) -> "Routed":
+        """Multiply each row, instead of its result, by the weight of its only expert."""
+        rows = (self.rows * self.weights).to(self.rows.dtype)
+        return self._replace(rows=rows, weights=torch.ones_like(self.weights))

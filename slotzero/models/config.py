@@ -18,7 +18,8 @@ from slotzero.models.blocks.recurrent import RecurrentBlock
 from slotzero.models.layer import DecoderLayer
 from slotzero.quantization.quantization import NOT_QUANTIZED, Quantization
 
-FULL, SLIDING, LATENT = "full", "sliding", "latent"  # names of KV groups
+# Names of KV groups.
+FULL, SLIDING, CHUNKED, LATENT = "full", "sliding", "chunked", "latent"
 
 
 class ModelNames(NamedTuple):

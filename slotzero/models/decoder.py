@@ -33,7 +33,7 @@ from slotzero.models.blocks.parallel import ParallelInputs, ParallelMixers
 from slotzero.models.blocks.recurrent import RecurrentBlock
 from slotzero.models.config import ModelConfig
 from slotzero.models.layer import LayerForward, LayerStep, MixerInputs
-from slotzero.models.rope import speeds
+from slotzero.models.rope import query_angles, speeds
 from slotzero.models.routing import Routing
 from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import DecoderWeights
@@ -77,6 +77,8 @@ class GroupStep(NamedTuple):
 
     angles: Angles
     plan: AttentionPlan
+    still: Angles | None = None
+    q_angles: Angles | None = None  # see AttentionInputs
 
 
 class Decoder:
@@ -108,6 +110,12 @@ class Decoder:
             *(layer.norms.input for layer in weights.layers[1:]),
             weights.final_norm,
         ]
+        self._is_centred = config.layers[0].norms.is_centred
+        self._with_still = {  # groups with layers that need AttentionInputs.still
+            layer.mixer.group.name
+            for layer in config.layers
+            if isinstance(layer.mixer, Attention) and layer.mixer.needs_still
+        }
         bound: dict[LayerForward, LayerForward] = {}  # one object for layers that compare equal
         context = BlockContext(kernels, ranks)
         forwards = (LayerForward(layer, context) for layer in config.layers)
@@ -130,14 +138,18 @@ class Decoder:
         `taps` maps a layer to a buffer [T, hidden] that receives the layer's input. The entry one
         past the last layer receives the hidden states under the final norm.
         """
-        residual, normed = self.vocabulary.embed(
-            batch.tokens, batch.ids, self._scale, self._weights.layers[0].norms.input,
-            self.config.norm_eps,
-        )  # fmt: skip
+        residual, normed = self._embed(batch)
         inputs = self._layer_inputs(batch, residual)
         rope_tokens = standing(batch.tokens, batch.branches)
         memory = LayerMemory(kv, states, trail)
         return self._run_layers(residual, normed, inputs, batch, rope_tokens, memory, pieces, taps)
+
+    def _embed(self, batch: DecoderBatch) -> tuple[Tensor, Normed]:
+        norm, eps = self._weights.layers[0].norms.input, self.config.norm_eps
+        if not self._is_centred:
+            return self.vocabulary.embed(batch.tokens, batch.ids, self._scale, norm, eps)
+        residual, _ = self.vocabulary.embed(batch.tokens, batch.ids, self._scale, None, eps)
+        return residual, self._kernels.norm(residual, norm, eps, is_centred=True)
 
     def forward_from(
         self,
@@ -151,7 +163,8 @@ class Decoder:
         """Run layers that store no KV, from given hidden states."""
         norm, eps = self._weights.layers[0].norms.input, self.config.norm_eps
         batch = DecoderBatch(tokens, tokens.slots, prompt_len, None)
-        inputs, normed = [None] * len(self._layers), self._kernels.norm(begin, norm, eps)
+        inputs = [None] * len(self._layers)
+        normed = self._kernels.norm(begin, norm, eps, self._is_centred)
         memory = LayerMemory(kv)
         return self._run_layers(begin, normed, inputs, batch, rope_tokens, memory, pieces, NO_TAPS)
 
@@ -189,7 +202,11 @@ class Decoder:
         kernels, frequency = self._kernels, self._frequencies[group.name]
         plan = kernels.plan(batch.tokens, batch.rows, group.heads, batch.branches)
         speed = speeds(group.rope, frequency, *rope_tokens, batch.prompt_len)
-        return GroupStep(kernels.rope_angles(rope_tokens, speed, group.rope.attention_factor), plan)
+        angles = kernels.rope_angles(rope_tokens, speed, group.rope.attention_factor)
+        if group.name not in self._with_still:
+            return GroupStep(angles, plan)
+        still = Angles(torch.ones_like(angles.cos), torch.zeros_like(angles.sin))
+        return GroupStep(angles, plan, still, query_angles(group.rope, rope_tokens, angles))
 
     def _mixer_inputs(
         self, i: int, batch: DecoderBatch, groups: Mapping[str, GroupStep], memory: LayerMemory
@@ -197,8 +214,9 @@ class Decoder:
         """Return the inputs of layer `i`'s mixer."""
 
         def attention(group: KvGroup) -> AttentionInputs:
-            angles, plan = groups[group.name]
-            return AttentionInputs(angles, memory.kv[group.name].of_layer(group.owner_of(i)), plan)
+            angles, plan, still, q_angles = groups[group.name]
+            kv = memory.kv[group.name].of_layer(group.owner_of(i))
+            return AttentionInputs(angles, kv, plan, still, q_angles)
 
         def recurrent() -> RecurrentStep:
             assert self.config.recurrent is not None

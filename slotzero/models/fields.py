@@ -50,6 +50,11 @@ def multiplier(config: Mapping[str, Any], field: str) -> float:
     return float(config.get(field) or 1.0)
 
 
+def either(config: Mapping[str, Any], *fields: str) -> str:
+    """Return the name of the first of these fields that is set; of the first one if none is."""
+    return next((field for field in fields if config.get(field) is not None), fields[0])
+
+
 def require(config: Mapping[str, Any], field: str, value: object) -> None:
     """Raise if the field is set to any value but the one that is implemented."""
     given = config.get(field)

@@ -50,7 +50,7 @@ MlpWeights = DenseMlpWeights | ExpertWeights | MoeWithSharedWeights | MoeBesideM
 
 
 class NormWeights(NamedTuple):
-    """RMSNorm weights of a layer, [hidden] each; None where the family has no such norm."""
+    """Norm weights of a layer, [hidden] each; None where the family has no such norm."""
 
     input: Tensor | None
     post_mixer: Tensor | None
@@ -73,6 +73,8 @@ class LayerNorms(Block):
     post_mlp: str | None = None
     offset: float = 0.0
     """Added to the stored weights."""
+    is_centred: bool = False
+    """LayerNorm without a bias instead of RMSNorm."""
 
     name = "norms"
     weights_type = NormWeights
@@ -133,6 +135,8 @@ class DecoderLayer:
     mlp: Mlp | None
     input_mixer: LayerInputMixer | None = None
     scale: LayerScale | None = None
+    is_parallel: bool = False
+    """Whether the MLP reads the input of the mixer, and the layer has no norm between them."""
 
     @property
     def group(self) -> KvGroup | None:
@@ -192,12 +196,14 @@ class LayerForward:
         layer, context, norms = self.layer, self.context, weights.norms
         residual, normed = step.residual, step.normed
         eps, last = layer.norms.eps, None if layer.scale is not None else next_norm
+        is_centred = layer.norms.is_centred
         if layer.mixer is not None:
             after = norms.mlp if layer.mlp is not None else last
-            add = ResidualNorms(norms.post_mixer, after, eps)
+            add = ResidualNorms(norms.post_mixer, after, eps, is_centred)
             residual, normed = self._mix(normed, step.mixer, weights.mixer, residual, add)
         if layer.mlp is not None:
-            add = ResidualNorms(norms.post_mlp, last, eps)
+            add = ResidualNorms(norms.post_mlp, last, eps, is_centred)
+            normed = step.normed if layer.is_parallel else normed
             residual, normed = self._mlp(normed, step.moe, weights.mlp, residual, add)
         if layer.input_mixer is not None:
             assert step.layer_input is not None and weights.input_mixer is not None
@@ -206,7 +212,7 @@ class LayerForward:
             )
         if weights.scale is not None:
             residual = residual * weights.scale.scale
-            normed = context.kernels.norm(residual, next_norm, eps)
+            normed = context.kernels.norm(residual, next_norm, eps, is_centred)
         return residual, normed
 
     def _mix(

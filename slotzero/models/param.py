@@ -75,13 +75,15 @@ class Param:
     summed_over: Literal["attention", "mlp"] | None = None
     """For the bias of a row-parallel linear layer: the ranks whose results are summed. Only one of
     them adds the bias."""
+    num_ones: int = 0
+    """Instead of sources: a vector of so many ones, which no checkpoint stores."""
     is_sensitive: bool = False
     """A router, an embedding or a vocabulary head: it keeps its type when weights are converted
     while they load."""
 
     @property
     def out_features(self) -> int:
-        return sum(source.num_taken for source in self.sources)
+        return self.num_ones or sum(source.num_taken for source in self.sources)
 
     @property
     def of_all_ranks(self) -> "Param":

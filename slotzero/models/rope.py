@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slotzero.errors import UnsupportedModelError
+from slotzero.kernels.types import Angles, Tokens
 from slotzero.models.fields import mapping
 
 
@@ -42,6 +43,10 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()  # longrope: divides the frequency of each rotated pair
     long_factor: tuple[float, ...] = ()
     """The same in contexts longer than original_max_position."""
+    query_beta: float = 0.0
+    """Queries are multiplied by 1 + beta * ln(1 + floor((position + offset) / interval))."""
+    query_offset: int = 0
+    query_interval: int = 1
 
     def extended(self, max_position: int) -> int:
         """Return the context length with this scaling.
@@ -285,6 +290,15 @@ def speeds(
         is_long = (context_len > rope.original_max_position)[:, None]
         return torch.where(is_long, frequency[1], frequency[0])
     return _dynamic(rope, context_len.clamp_min(rope.original_max_position))
+
+
+def query_angles(rope: RopeConfig, tokens: Tokens, angles: Angles) -> Angles | None:
+    """Return the angles of queries, if they differ from those of keys; see query_beta."""
+    if not rope.query_beta:
+        return None
+    times = (tokens.positions + rope.query_offset) // rope.query_interval
+    scale = (1 + rope.query_beta * torch.log(1.0 + times))[:, None, None]
+    return Angles(angles.cos * scale, angles.sin * scale)
 
 
 def _dynamic(rope: RopeConfig, context_len: Tensor) -> Tensor:

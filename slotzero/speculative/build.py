@@ -284,8 +284,13 @@ def _draft_model(settings: EngineConfig, target: DraftTarget) -> Prepared:
 def _refuse_short_windows(
     settings: EngineConfig, config: ModelConfig, checkpoint: Checkpoint
 ) -> None:
-    """Refuse trees that are deeper than a sliding window: what a token sees of its branch does not
-    depend on the layer."""
+    """Refuse trees that are deeper than a sliding window, and those in chunks, which may end within
+    a tree: what a token sees of its branch does not depend on the layer."""
+    if settings.tree is not None and any(group.heads.is_chunked for group in config.groups):
+        raise UnsupportedModelError(
+            f"{checkpoint.name}: layers with chunked attention do not support trees; use "
+            "--speculative-topk 1"
+        )
     for window in (group.heads.window for group in config.groups):
         if settings.tree is not None and window is not None and window <= settings.tree.steps:
             raise UnsupportedModelError(

@@ -92,7 +92,8 @@ def parse_eagle(checkpoint: Checkpoint, target: ModelConfig, wanted: str) -> Eag
 
 def random_eagle(target: ModelConfig, wanted: str) -> EagleConfig:
     """Return the config of a head with the target's shape, for models with random weights."""
-    heads = replace(target.groups[0].heads, window=None, softcap=None, norms_whole=False)
+    heads = replace(target.groups[0].heads, window=None, softcap=None)
+    heads = replace(heads, is_chunked=False, norms_whole=False)
     if heads.mla is not None:
         size = heads.mla.nope_dim + heads.mla.rope_dim
         heads = replace(heads, num_kv_heads=heads.num_heads, head_dim=size, mla=None)

@@ -16,6 +16,7 @@ from slotzero.checkpoint.gguf_header import BLOCK_TYPES, map_file, parse_header
 from slotzero.checkpoint.gguf_names import llama3_factors, llama3_scaling
 from slotzero.checkpoint.source import open_checkpoint
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
+from slotzero.models.families.family import parse_config
 from slotzero.models.tensors import expected_tensors
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, VOCAB = 32, 64, 4, 2, 2, 40
@@ -165,12 +166,23 @@ def test_the_order_of_rotated_rows_is_undone(shape: tuple[int, ...]) -> None:
     assert not torch.equal(llama_cpp_order(rows, 3), rows)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_only_llama_has_its_rows_in_another_order(arch: str, tmp_path: Path) -> None:
+GRANITE = {
+    "attention.scale": 0.25, "embedding_scale": 12.0, "residual_scale": 0.5, "logit_scale": 8.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arch", "metadata"),
+    [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("smollm3", {}), ("granite", GRANITE),
+     ("arcee", {})],
+)  # fmt: skip
+def test_some_have_their_rows_in_another_order(
+    arch: str, metadata: dict[str, float], tmp_path: Path
+) -> None:
     query, key = torch.randn(HIDDEN, HIDDEN), torch.randn(HIDDEN // 2, HIDDEN)
     bias = torch.randn(HIDDEN)
     stored_query, stored_key, stored_bias = query, key, bias
-    if arch == "llama":
+    if not arch.startswith("qwen"):
         stored_query, stored_key = llama_cpp_order(query, HEADS), llama_cpp_order(key, KV_HEADS)
         stored_bias = llama_cpp_order(bias, HEADS)
     tensors = {
@@ -178,11 +190,34 @@ def test_only_llama_has_its_rows_in_another_order(arch: str, tmp_path: Path) -> 
         "blk.1.attn_k.weight": stored_key.numpy(),
         "blk.1.attn_q.bias": stored_bias.numpy(),
     }
-    checkpoint = GgufCheckpoint(write_model(tmp_path / "m.gguf", arch, tensors))
+    checkpoint = GgufCheckpoint(write_model(tmp_path / "m.gguf", arch, tensors, metadata))
     attention = "model.layers.1.self_attn"
     assert torch.equal(checkpoint.read(f"{attention}.q_proj.weight"), query)
     assert torch.equal(checkpoint.read(f"{attention}.k_proj.weight"), key)
     assert torch.equal(checkpoint.read(f"{attention}.q_proj.bias"), bias)
+
+
+def test_the_factors_of_granite_come_from_metadata(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", "granite", metadata=GRANITE)
+    model = parse_config(GgufCheckpoint(path).config)
+    (group,) = model.groups
+    assert (model.embedding_scale, model.logits_scale, group.heads.scale) == (12.0, 0.125, 0.25)
+    assert model.layers[0].mlp.down_scale == model.layers[0].mixer.scales.out == 0.5
+    with pytest.raises(CorruptCheckpointError, match=r"granite\.attention\.scale is None"):
+        GgufCheckpoint(write_model(tmp_path / "n.gguf", "granite"))
+
+
+def test_every_fourth_layer_of_smollm3_is_not_rotated(tmp_path: Path) -> None:
+    """Files do not say so: it is part of the architecture."""
+    checkpoint = GgufCheckpoint(write_model(tmp_path / "m.gguf", "smollm3", layers=5))
+    layers = parse_config(checkpoint.config).layers
+    assert [layer.mixer.is_rotated for layer in layers] == [True, True, True, False, True]
+
+
+def test_the_mlp_of_arcee_has_no_gate(tmp_path: Path) -> None:
+    checkpoint = GgufCheckpoint(write_model(tmp_path / "m.gguf", "arcee"))
+    names = {name for name in checkpoint.names() if "gate_proj" not in name}
+    assert names == set(expected_tensors(checkpoint.config))
 
 
 def test_qwen3_norms_and_an_untied_head_are_found(tmp_path: Path) -> None:

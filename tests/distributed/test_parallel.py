@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import FAMILIES, build
+from oracle import FAMILIES, VARIANTS, build
 from safetensors.torch import load_file, save_file
 from traced import prompts_of
 
@@ -38,18 +38,19 @@ EVEN = {  # changes to families whose heads two ranks cannot share
     "granite-hybrid": {"mamba_n_groups": 1},  # each rank has a copy
     "nemotron-h": {"n_groups": 2},
 }
-LIKE_OTHERS = ("qwen3.5-moe", "lfm2-moe", "bamba")  # the blocks of their layers are split elsewhere
 LENGTHS = [1, 19, 40, 44]
 SETTINGS = {"backend": "eager", "max_num_seqs": 4, "max_num_batched_tokens": 33}
 PAGE = 2 * 16 * 2 * 16 * 4  # layers, page size, k and v, head size, float32
+SPREAD = "gpt-oss", "deepseek-v2", "deepseek-v3", "llama4"
 AHEAD = {"speculative": "mtp", "speculative_steps": 2}
 TREE = {"speculative_topk": 2, "speculative_num_draft_tokens": 4}
 JOBS = {
     **{
-        name: (name, SETTINGS) for name in FAMILIES
-        if not name.startswith("rope") and name not in LIKE_OTHERS
+        name: (name, SETTINGS)
+        for name in FAMILIES
+        if not name.startswith("rope") and name not in VARIANTS
     },
-    **{f"{name}-spread": (name, SETTINGS) for name in ("gpt-oss", "deepseek-v2", "deepseek-v3")},
+    **{f"{name}-spread": (name, SETTINGS) for name in SPREAD},
     "llama-graphs": ("llama", {**SETTINGS, "backend": "cpu", "max_num_seqs": 2}),
     "llama-preempted": (
         "llama", {**SETTINGS, "max_model_len": 80, "kv_cache_memory": 8 * PAGE}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from oracle import BASE, Oracle, randomise
+from oracle import BASE, FAMILIES, Oracle, randomise
 from safetensors.torch import load_file, save_file
 from traced import Traced, expect_equal, prompts_of
 
@@ -28,6 +28,22 @@ MODELS = {
         {"mm_tokens_per_image": 4},
     ),
     "Mistral3": ({"model_type": "mistral", "head_dim": 24, "sliding_window": None}, VISION, {}),
+    "Llama4": (
+        FAMILIES["llama4"].config,
+        {**VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        {},
+    ),
+    "Mistral3-Ministral3": (
+        {
+            "model_type": "ministral3", "head_dim": 24,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5,
+            },
+        },
+        VISION,
+        {},
+    ),
     "Qwen3VL": (
         {
             "head_dim": 16,
@@ -48,6 +64,7 @@ MODELS = {
 def build(name: str, folder: Path) -> Oracle:
     torch.manual_seed(1)
     text, vision, more = MODELS[name]
+    name = name.split("-")[0]
     config = getattr(transformers, f"{name}Config")(
         text_config={**BASE, **text}, vision_config=vision, tie_word_embeddings=False, **more
     )

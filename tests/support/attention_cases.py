@@ -38,8 +38,7 @@ class Attending(NamedTuple):
         Pages are scattered over a pool in which everything that no token may see is NaN. Positions
         before a window have no page: their entry in the page table is 0.
         """
-        window = self.heads.window or max(end for _, end in self.spans)
-        seen = [(max(0, begin + 1 - window), end) for begin, end in self.spans]
+        seen = [(self.heads.first_key(begin), end) for begin, end in self.spans]
         most = max((end - 1) // self.page for _, end in seen) + 1
         table = torch.zeros(len(seen) + 1, most, dtype=torch.int32)
         pool = iter((torch.randperm(len(seen) * most + 3) + 1).tolist())
@@ -84,6 +83,7 @@ def attendings(draw: Callable) -> Attending:
         draw(dims),
         value_dim=draw(dims),
         window=draw(st.sampled_from([None, 1, spans[0][1], 100]) | st.integers(1, 60)),
+        is_chunked=draw(st.booleans()),
         softcap=draw(st.sampled_from([None, 0.5, 20.0])),
     )
     sinks = torch.randn(heads.num_heads) * 3 if draw(st.booleans()) else None
@@ -160,9 +160,7 @@ class Branching(NamedTuple):
                 continue
             tree = self.trees[slot - 1]
             branch = tree.branch(place - tree.base)
-            first = 0
-            if heads.window is not None:
-                first = max(0, tree.base + len(branch) - heads.window)
+            first = heads.first_key(tree.base + len(branch) - 1)
             seen = [*range(first, tree.base), *(tree.base + i for i in branch)]
             stored = torch.stack([kv[table[slot, at // page], at % page] for at in seen]).double()
             for head in range(heads.num_heads):
@@ -185,5 +183,5 @@ def branchings(draw: Callable) -> Branching:
     spans = [(tree.base, tree.base + len(tree.parents)) for tree in trees]
     heads = attending.heads
     if heads.window is not None:  # the window is longer than a branch
-        heads = dataclasses.replace(heads, window=heads.window + 63)
+        heads = dataclasses.replace(heads, window=heads.window + 63, is_chunked=False)
     return Branching(attending._replace(heads=heads, spans=spans), trees)

@@ -44,6 +44,11 @@ BASE = {
 }
 
 
+def _moe(experts: str = "num_experts") -> dict[str, Any]:
+    """Return the fields of six experts; `experts` is the family's name for their number."""
+    return {experts: 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+
 def _kinds(letters: str) -> list[str]:
     kinds = {"f": "full_attention", "r": "linear_attention", "m": "mlp", "e": "moe"}
     return [kinds[letter] for letter in letters]
@@ -421,6 +426,120 @@ FAMILIES = {
             "max_position_embeddings": 512,
         },
     ),
+    "qwen2-moe": Family(
+        "Qwen2Moe",
+        {
+            **_moe(),
+            "num_key_value_heads": 4,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "qwen3-moe": Family(
+        "Qwen3Moe", {**_moe(), "head_dim": 32, "norm_topk_prob": True, "decoder_sparse_step": 2}
+    ),
+    "mixtral": Family(
+        "Mixtral",
+        {
+            **_moe("num_local_experts"),
+            "num_attention_heads": 6,
+            "head_dim": 16,
+            "intermediate_size": 40,
+        },
+    ),
+    "glm4-moe": Family(
+        "Glm4Moe",
+        {
+            **_moe("n_routed_experts"),
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "partial_rotary_factor": 0.75,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "glm4-moe-lite": Family(
+        "Glm4MoeLite",
+        {
+            **_moe("n_routed_experts"),
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 40,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 20,
+            "n_shared_experts": 2,
+        },
+    ),
+    "olmoe": Family("Olmoe", {**_moe(), "intermediate_size": 40}),
+    "granite-moe": Family(
+        "GraniteMoe",
+        {
+            **_moe("num_local_experts"),
+            "intermediate_size": 40,
+            "embedding_multiplier": 1.5,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+        },
+    ),
+    "minimax-m2": Family(
+        "MiniMaxM2",
+        {**_moe("num_local_experts"), "head_dim": 24, "rotary_dim": 16, "intermediate_size": 40},
+    ),
+    "ernie-moe": Family(
+        "Ernie4_5_Moe",
+        {
+            **_moe("moe_num_experts"),
+            "num_hidden_layers": 4,
+            "moe_layer_end_index": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "dots1": Family(
+        "Dots1",
+        {
+            **_moe("n_routed_experts"),
+            "n_shared_experts": 2,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "sliding_window": 24,
+            "max_window_layers": 2,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+    ),
+    "hunyuan-moe": Family(
+        "HunYuanMoEV1",
+        {
+            "head_dim": 24,
+            "intermediate_size": 40,
+            "num_experts": 6,
+            "moe_topk": 2,
+            "attention_bias": True,
+            "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 1.0, "alpha": 50.0},
+        },
+    ),
+    "llama4": Family(
+        "Llama4Text",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 88,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 24,
+            "no_rope_layers": [1, 1, 0, 1],
+            "attn_scale": 0.5,
+            "floor_scale": 10,
+        },
+        causal="Llama4",
+    ),
     "falcon-h1": Family(
         "FalconH1",
         {
@@ -493,6 +612,75 @@ FAMILIES = {
         },
     ),
     "phi3": Family("Phi3", {"sliding_window": 21, "num_key_value_heads": 4}),
+    "granite": Family(
+        "Granite",
+        {
+            "embedding_multiplier": 1.5,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "smollm3": Family("SmolLM3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
+    "smollm3-window": Family(
+        "SmolLM3",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
+    "olmo2": Family("Olmo2", {"attention_bias": True}),
+    "glm": Family("Glm", {"head_dim": 24, "attention_bias": True}),
+    "glm4": Family("Glm4", {"head_dim": 24, "partial_rotary_factor": 0.75}),
+    "hunyuan": Family(
+        "HunYuanDenseV1",
+        {
+            "head_dim": 24,
+            "attention_bias": True,
+            "rope_parameters": {**ROPE, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "ministral3": Family(
+        "Ministral3",
+        {
+            "head_dim": 24,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 32,
+                "max_position_embeddings": 256,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "cohere": Family("Cohere", {"logit_scale": 0.25, "attention_bias": True}),
+    "cohere2": Family(
+        "Cohere2",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 17,
+            "sliding_window_pattern": 2,
+            "logit_scale": 0.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "exaone4": Family(
+        "Exaone4", {"sliding_window": None, "layer_types": _kinds("ff"), "head_dim": 24}
+    ),
+    "exaone4-window": Family(
+        "Exaone4",
+        {"num_hidden_layers": 4, "sliding_window": 17, "sliding_window_pattern": 2},
+    ),
+    "seed-oss": Family("SeedOss", {"head_dim": 24, "attention_out_bias": True}),
+    "ernie4.5": Family("Ernie4_5", {"head_dim": 24, "use_bias": True}),
+    "arcee": Family("Arcee", {"mlp_bias": True}),
     "rope-linear": Family(
         "Llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}
     ),
@@ -555,9 +743,39 @@ HYBRIDS = (
     "olmo3",
     "gpt-oss",
     "mimo-v2",
+    "llama4",
     "phi3",
+    "cohere2",
 )
 """Families with sliding-window layers."""
+
+VARIANTS = (
+    "granite",
+    "smollm3-window",
+    "olmo2",
+    "glm",
+    "ministral3",
+    "cohere",
+    "exaone4",
+    "exaone4-window",
+    "seed-oss",
+    "ernie4.5",
+    "arcee",
+    "qwen2-moe",
+    "qwen3-moe",
+    "mixtral",
+    "glm4-moe",
+    "glm4-moe-lite",
+    "olmoe",
+    "granite-moe",
+    "dots1",
+    "hunyuan-moe",
+    "qwen3.5-moe",
+    "lfm2-moe",
+    "bamba",
+)
+"""Families that combine what others have: only their config is their own, so that one test of each
+is enough."""
 
 RECURRENT = (
     "qwen3-next",

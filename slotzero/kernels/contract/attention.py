@@ -47,6 +47,21 @@ class AttentionKernels(ABC):
         """
 
     @abstractmethod
+    def rotate_heads(
+        self,
+        qkv: Tensor,  # [T, sum(heads.sizes)]
+        norms: QkNorms,  # [head_dim] each
+        q_angles: Angles,
+        k_angles: Angles,
+        heads: Heads,
+    ) -> Tensor:
+        """Rotate queries and keys, then norm each head; copy values -> [T, sum(heads.sizes)].
+
+        For layers whose norms come after the rotation, or whose queries have other angles than
+        their keys. `attention` then takes the result without norms, and angles that do not rotate.
+        """
+
+    @abstractmethod
     def attention(
         self,
         qkv: Tensor,  # [T, sum(heads.sizes)]: q, k and v of each token
@@ -60,8 +75,8 @@ class AttentionKernels(ABC):
         """Norm and rotate q and k, store k and v in the KV cache, and attend -> [T, out_size].
 
         A token attends to the positions of its slot up to its own: all of them, the last `window`,
-        or those of its branch. Slot 0 stores nothing and gets zeros. Heads with `stores=False`
-        have queries alone; an earlier layer has stored the keys and values.
+        those of its chunk, or those of its branch. Slot 0 stores nothing and gets zeros. Heads with
+        `stores=False` have queries alone; an earlier layer has stored the keys and values.
         """
 
     @abstractmethod

@@ -57,9 +57,11 @@ class LinearKernels(ABC):
         """Concatenate each token's embedding and hidden state, both normed -> [T, 2 * hidden]."""
 
     @abstractmethod
-    def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
+    def norm(
+        self, x: Tensor, weight: Tensor | None, eps: float, is_centred: bool = False
+    ) -> Normed:
         """Apply RMSNorm to x [rows, size], which may be a slice of wider rows; without a weight,
-        return x itself."""
+        return x itself. See ResidualNorms.is_centred."""
 
     @abstractmethod
     def apply_norm(self, x: Normed) -> Tensor:

@@ -1,7 +1,7 @@
 // Paged attention and the KV store on the CPU, in float32.
 //
-// A token is (slot, position). It reads positions (position - window, position] of its slot through
-// the page table and nothing else; a node of a draft tree reads all positions before the tree, and
+// A token is (slot, position). It reads positions (position - window, position] of its slot, or those
+// of its chunk up to its own, through the page table and nothing else; a node of a draft tree reads all positions before the tree, and
 // those in the tree whose bit is set. A token of slot 0 writes no KV and gets zeros. Keys are read
 // in blocks that begin at multiples of a constant, so each token's arithmetic is the same alone
 // (decode) and among others of its prompt (prefill).
@@ -182,7 +182,8 @@ std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens) {
 void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_table,
             std::optional<Tensor> kv_scales, Tensor slots, Tensor positions,
             std::optional<Tensor> bases, std::optional<Tensor> seen, std::optional<Tensor> stands,
-            std::optional<Tensor> taken, double softmax_scale, std::optional<int64_t> window, std::optional<double> softcap,
+            std::optional<Tensor> taken, double softmax_scale, std::optional<int64_t> window,
+            bool is_chunked, std::optional<double> softcap,
             Tensor out) {
   STD_TORCH_CHECK(q.is_contiguous() && kv_pages.is_contiguous() && page_table.is_contiguous() &&
                       out.is_contiguous() && (!sinks || sinks->is_contiguous()),
@@ -238,7 +239,9 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
     int32_t first = ALL, last = 0;
     for (int64_t t = run.begin; t < run.end; ++t) {
       const int32_t end = slot ? position_of[t] + 1 : 0;
-      const int32_t begin = slot ? std::max(0, stand_of[t] + 1 - most) : 0;
+      const int32_t stand = stand_of[t];
+      const int32_t low = is_chunked ? stand - stand % most : std::max(0, stand + 1 - most);
+      const int32_t begin = slot ? low : 0;
       const int32_t base = base_of ? base_of[t] : ALL;
       const int64_t bits = seen_of ? seen_of[t] : 0;
       first = std::min(first, begin);
@@ -312,7 +315,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def(
       "attend(Tensor q, Tensor? sinks, Tensor kv_pages, Tensor page_table, Tensor? kv_scales, "
       "Tensor slots, Tensor positions, Tensor? bases, Tensor? seen, Tensor? stands, "
-      "Tensor? taken, float scale, int? window, float? softcap, Tensor(a!) out) -> ()");
+      "Tensor? taken, float scale, int? window, bool is_chunked, float? softcap, "
+      "Tensor(a!) out) -> ()");
   m.def(
       "store_kv(Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor page_table, Tensor? kv_scales, "
       "Tensor slots, Tensor positions) -> ()");

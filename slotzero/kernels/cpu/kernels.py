@@ -128,9 +128,11 @@ class CpuKernels(TorchKernels):
         torch.ops.slotzero.per_head.default(x, weights, transposed, out)
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor | None, eps: float, is_centred: bool = False
+    ) -> Tensor:
         out = x.new_empty(x.shape)
-        torch.ops.slotzero.rms_norm.default(x, weight, eps, out)
+        torch.ops.slotzero.rms_norm.default(x, weight, eps, is_centred, out)
         return out
 
     def add_norm(self, x: Tensor, residual: Tensor, norms: ResidualNorms) -> tuple[Tensor, Normed]:
@@ -198,7 +200,7 @@ class CpuKernels(TorchKernels):
         torch.ops.slotzero.attend.default(
             q, sinks, *kv, *plan.tokens,
             *(plan.branches or NO_BRANCHES), plan.taken,
-            heads.scale, heads.window, heads.softcap, out,
+            heads.scale, heads.window, heads.is_chunked, heads.softcap, out,
         )  # fmt: skip
         return out
 

@@ -72,20 +72,29 @@ void each_row(int64_t rows, int64_t size, const Compute& compute) {
   for (int64_t i = 0; i < rows; ++i) compute(i);
 }
 
-// The factor by which RMSNorm multiplies a row.
-float rms_scale(const float* x, int64_t size, float eps) {
+float mean_of(const float* x, int64_t size) {
+  Vec sums{};
+  each_register(size, [&](int64_t i, int64_t count) { sums += get(x + i, count); });
+  return lane_sum(sums) / static_cast<float>(size);
+}
+
+// The factor by which RMSNorm multiplies a row from which `mean` is subtracted.
+float rms_scale(const float* x, int64_t size, float eps, float mean) {
   Vec sums{};
   each_register(size, [&](int64_t i, int64_t count) {
-    const Vec v = get(x + i, count);
+    const Vec v = get(x + i, count, mean) - mean;
     sums = fused(v, v, sums);
   });
   return 1.0f / std::sqrt(lane_sum(sums) / static_cast<float>(size) + eps);
 }
 
-void norm_row(const float* x, const float* weight, float eps, float* y, int64_t size) {
-  const Vec scale = all(rms_scale(x, size, eps));
+// RMSNorm; if centred, of the row minus its mean: LayerNorm.
+void norm_row(const float* x, const float* weight, float eps, bool centred, float* y,
+              int64_t size) {
+  const float mean = centred ? mean_of(x, size) : 0.0f;
+  const Vec scale = all(rms_scale(x, size, eps, mean));
   each_register(size, [&](int64_t i, int64_t count) {
-    const Vec normed = get(x + i, count) * scale;
+    const Vec normed = (get(x + i, count) - mean) * scale;
     put(y + i, count, weight ? normed * get(weight + i, count) : normed);
   });
 }
@@ -98,20 +107,20 @@ const float* weight_of(const std::optional<Tensor>& weight, int64_t size, const 
 }
 
 // x and out [..., size], weight [size]
-void rms_norm(Tensor x, std::optional<Tensor> weight, double eps, Tensor out) {
+void rms_norm(Tensor x, std::optional<Tensor> weight, double eps, bool centred, Tensor out) {
   const RowView from(x, "rms_norm: x"), to(out, "rms_norm: out");
   STD_TORCH_CHECK(from.rows() == to.rows() && from.size == to.size && from.stride && to.stride,
                   "rms_norm: x and out must have one shape");
   const float* w = weight_of(weight, from.size, "rms_norm");
   each_row(from.rows(), from.size, [&](int64_t i) {
-    norm_row(from.row(i), w, static_cast<float>(eps), to.row(i), from.size);
+    norm_row(from.row(i), w, static_cast<float>(eps), centred, to.row(i), from.size);
   });
 }
 
 // new_residual = residual + x, where the norm `after`, if given, is applied to x; normed is
 // new_residual under the norm `norm`. All are [rows, size]; without `norm`, normed is not written.
 void add_norm(Tensor x, Tensor residual, std::optional<Tensor> after, std::optional<Tensor> norm,
-              double eps, Tensor new_residual, Tensor normed) {
+              double eps, bool centred, Tensor new_residual, Tensor normed) {
   const RowView change(x, "add_norm: x"), before(residual, "add_norm: residual");
   const RowView sum(new_residual, "add_norm: new_residual"), out(normed, "add_norm: normed");
   const int64_t rows = change.rows(), size = change.size;
@@ -123,12 +132,13 @@ void add_norm(Tensor x, Tensor residual, std::optional<Tensor> after, std::optio
   each_row(rows, size, [&](int64_t i) {
     const float *a = before.row(i), *b = change.row(i);
     float* total = sum.row(i);
-    if (after_weight) norm_row(b, after_weight, static_cast<float>(eps), total, size);
+    if (after_weight) norm_row(b, after_weight, static_cast<float>(eps), centred, total, size);
     const float* added = after_weight ? total : b;
     each_register(size, [&](int64_t j, int64_t count) {
       put(total + j, count, get(a + j, count) + get(added + j, count));
     });
-    if (norm_weight) norm_row(total, norm_weight, static_cast<float>(eps), out.row(i), size);
+    if (norm_weight)
+      norm_row(total, norm_weight, static_cast<float>(eps), centred, out.row(i), size);
   });
 }
 
@@ -239,10 +249,10 @@ void rope_angles(Tensor positions, Tensor frequency, double factor, Tensor cos, 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
-  m.def("rms_norm(Tensor x, Tensor? weight, float eps, Tensor(a!) out) -> ()");
+  m.def("rms_norm(Tensor x, Tensor? weight, float eps, bool centred, Tensor(a!) out) -> ()");
   m.def(
       "add_norm(Tensor x, Tensor residual, Tensor? after, Tensor? norm, float eps, "
-      "Tensor(a!) new_residual, Tensor(b!) normed) -> ()");
+      "bool centred, Tensor(a!) new_residual, Tensor(b!) normed) -> ()");
   m.def("gate(Tensor gates, Tensor values, int activation, Tensor(a!) out) -> ()");
   m.def("softcap(Tensor x, float cap, Tensor(a!) out) -> ()");
   m.def("softmax(Tensor x, Tensor(a!) out) -> ()");

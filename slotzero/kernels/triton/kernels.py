@@ -28,6 +28,7 @@ from slotzero.kernels.triton.attention import (
     prefill,
     verify,
 )
+from slotzero.kernels.triton.attention.rotate_heads import rotate_heads
 from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead
 from slotzero.kernels.triton.linear import elementwise, fragments, linear_quantized, linear_tma
 from slotzero.kernels.triton.linear.elementwise import apply_norm
@@ -68,6 +69,7 @@ class TritonKernels(Kernels):
     rope_angles = staticmethod(embed.rope_angles)
     mla_attention = staticmethod(mla.mla_attention)
     apply_norm = staticmethod(elementwise.apply_norm)
+    rotate_heads = staticmethod(rotate_heads)
     gate = staticmethod(elementwise.gate)
 
     decode_positions = staticmethod(embed.decode_positions)
@@ -225,10 +227,12 @@ class TritonKernels(Kernels):
         assert isinstance(weight, QuantizedWeight)
         return linear_quantized.unpack(weight, weight.dtype, ids)
 
-    def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
+    def norm(
+        self, x: Tensor, weight: Tensor | None, eps: float, is_centred: bool = False
+    ) -> Normed:
         if weight is None:
             return Normed(x)
-        return elementwise.norm(x, weight, eps, late=is_late(len(x), x.dtype))
+        return elementwise.norm(x, weight, eps, is_late(len(x), x.dtype), is_centred)
 
     def linear(self, x: Normed, weight: LinearWeight) -> Tensor:
         out = x.x.new_empty(len(x.x), weight.out_features)
@@ -249,7 +253,7 @@ class TritonKernels(Kernels):
         self, x: Normed, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
     ) -> tuple[Tensor, Normed]:
         # no program of a product sees a whole row, so the norm of the sum is deferred
-        is_fused = norms.post is None and norms.next is not None
+        is_fused = norms.post is None and norms.next is not None and not norms.is_centred
         if is_fused and adds(weight, x.x):
             return residual, self._products.add(x, weight, residual, norms)
         return self.add_norm(self.linear(x, weight), residual, norms)

@@ -46,17 +46,6 @@ class KvGroup:
         return replace(self, heads=_shard_heads(self.heads, size)) if size > 1 else self
 
 
-class AttentionNames(NamedTuple):
-    """Names of an attention layer's tensors in a checkpoint, where families differ."""
-
-    out: str = "o_proj"
-    q_norm: str = "q_norm"
-    k_norm: str = "k_norm"
-
-
-NAMES = AttentionNames()
-
-
 class AttentionScales(NamedTuple):
     """Constants that multiply the weights when they are loaded."""
 
@@ -84,6 +73,9 @@ class AttentionInputs(NamedTuple):
     angles: Angles
     kv: PagedKv
     plan: AttentionPlan
+    still: Angles | None = None
+    """Angles that do not rotate, if a layer of the group needs them."""
+    q_angles: Angles | None = None  # of the queries, if they differ; see RopeConfig.query_beta
 
 
 @dataclass(frozen=True)
@@ -92,8 +84,14 @@ class Attention(Block):
     hidden_size: int
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["head", "whole"] | None = None
+    qk_norm: Literal["head", "whole", "unit", "rotated_head"] | None = None
+    """Norms of queries and keys: of each head, of all heads at once, of each without a weight, or
+    of each after RoPE."""
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    out_name: str = "o_proj"
     norm_offset: float = 0.0
+    is_rotated: bool = True
+    """False: queries and keys are not rotated (NoPE), although other layers of the group are."""
     reads: bool = False
     """Whether the layer computes queries only and stores no KV; see KvGroup.readers."""
     sinks: str | None = None  # name of the attention sinks in the checkpoint
@@ -107,7 +105,6 @@ class Attention(Block):
     fused: str | None = None
     """Name of the one tensor in which the checkpoint stores queries, keys and values."""
     in_features: int | None = None  # None: hidden_size
-    names: AttentionNames = NAMES
 
     weights_type = AttentionWeights
 
@@ -123,6 +120,15 @@ class Attention(Block):
     def in_size(self) -> int:
         return self.in_features or self.hidden_size
 
+    @property
+    def rotates_ahead(self) -> bool:
+        """Whether queries and keys are rotated before the attention kernel is called."""
+        return self.qk_norm == "rotated_head" or bool(self.group.rope.query_beta)
+
+    @property
+    def needs_still(self) -> bool:
+        return self.rotates_ahead or not self.is_rotated
+
     def shard(self, ranks: Ranks) -> Self:
         return replace(self, group=self.group.shard(ranks.attention.size))
 
@@ -130,7 +136,7 @@ class Attention(Block):
         q, gate = self._query_sources()
         qkv = self._in_fused([q, *self._key_value_sources()])
         biases = [source.scaled(1 / self.scales.input) for source in qkv] if self.qkv_bias else ()
-        out = Source(f"{self.prefix}.{self.names.out}", self.hidden_size, scale=self.scales.out)
+        out = Source(f"{self.prefix}.{self.out_name}", self.hidden_size, scale=self.scales.out)
         out_bias = [out] if self.out_bias else ()
         return {
             "qkv": linear(self.in_size, *qkv, biases=biases),
@@ -191,12 +197,15 @@ class Attention(Block):
         heads, order = self.heads, halves(self.group.rope)
         names = () if self.qk_norm is None else ("q", "k") if heads.stores else ("q",)
         params: dict[str, Param | None] = {"q": None, "k": None}
-        for name, size in zip(names, heads.sizes[: len(names)], strict=True):
+        stored = self.norm_names[: len(names)]
+        for name, field, size in zip(stored, names, heads.sizes[: len(names)], strict=True):
+            if self.qk_norm == "unit":
+                params[field] = Param((), num_ones=heads.head_dim, starts_at_one=True)
+                continue
             size = size if self.qk_norm == "whole" else heads.head_dim
             rows = by_head(order, size // heads.head_dim)
-            stored = self.names.q_norm if name == "q" else self.names.k_norm
-            source = Source(f"{self.prefix}.{stored}.weight", size, rows)
-            params[name] = Param((source,), offset=self.norm_offset, starts_at_one=True)
+            source = Source(f"{self.prefix}.{name}.weight", size, rows)
+            params[field] = Param((source,), offset=self.norm_offset, starts_at_one=True)
         return params
 
     def _sink_param(self) -> Param | None:
@@ -218,8 +227,17 @@ class Attention(Block):
         if heads.norms_whole and ranks.attention.is_distributed:
             qkv = _norm_over_ranks(ranks, qkv, qk_norms, heads)
             heads, qk_norms = replace(heads, norms_whole=False), QkNorms(None, None)
-        angles, kv, plan = inputs
-        attended = kernels.attention(qkv, qk_norms, weights.sinks, angles, kv, plan, heads)
+        angles = inputs.angles
+        if self.needs_still:
+            assert inputs.still is not None
+            angles = inputs.still
+        if self.rotates_ahead:
+            q_angles = inputs.q_angles or inputs.angles
+            qkv = kernels.rotate_heads(qkv, qk_norms, q_angles, inputs.angles, heads)
+            qk_norms = QkNorms(None, None)
+        attended = kernels.attention(
+            qkv, qk_norms, weights.sinks, angles, inputs.kv, inputs.plan, heads
+        )
         if weights.gate is not None:
             attended = kernels.gate(kernels.linear(x, weights.gate), attended, "sigmoid")
         x = Normed(attended)

@@ -48,6 +48,7 @@ def run_expert_parallel(
     x, router_input = (Normed(part) for part in rows)
     slots = share_of(F.pad(slots, (0, pad)), share, peers.rank)
     routed = kernels.route(x, slots, weights, shape, router_input)
+    routed = routed.scaled() if shape.scales_input else routed
     sent, weight, local = _dispatch(routed, shape, ranks)
     received = ranks.exchange(torch.cat((weight, local.to(weight.dtype)), dim=-1)).flatten(0, 1)
     weight, local = received.chunk(2, dim=-1)

@@ -34,6 +34,8 @@ class MoeNames(NamedTuple):
     shared: str | None = "mlp.shared_experts"
     """Prefix of the shared experts, which every token uses. They are stored as one wide MLP."""
     correction: str = "mlp.gate.e_score_correction_bias"
+    correction_is_one_row: bool = False
+    """Whether the correction is stored as a matrix with one row."""
     factors: str | None = None
     """Factors on the experts' results, one per expert."""
     is_joint: bool = False
@@ -77,11 +79,7 @@ class MoeMlp(Block):
         names, experts = self.names, self.experts
         num = experts.num_experts
         router = Source(names.router, num)
-        correction = (
-            Param((Source(names.correction, num),), is_float32=True)
-            if experts.scores == "sigmoid"
-            else None
-        )
+        correction = Source(names.correction, num, ones=(int(names.correction_is_one_row), 0))
         factors = names.factors and Param((Source(names.factors, num),), starts_at_one=True)
         return {
             "router": linear(
@@ -90,7 +88,7 @@ class MoeMlp(Block):
                 biases=[router] if self.has_bias else (),
                 is_sensitive=True,
             ),
-            "correction": correction,
+            "correction": Param((correction,), is_float32=True) if experts.is_corrected else None,
             "gate_up": self._gate_up(),
             "down": self._down(),
             "factors": factors or None,
@@ -172,4 +170,5 @@ class MoeMlp(Block):
                 ranks.gather(slots),
             )
         routed = kernels.route(x, slots, weights, self.experts, router_input)
+        routed = routed.scaled() if self.experts.scales_input else routed
         return sum_over(ranks, kernels.experts(routed, weights, self.experts, starts))

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2: multi-head latent attention (MLA), experts and MTP layers.
+"""DeepSeek-V2, V3 and V3.2, and Kimi-K2: latent attention (MLA), experts and MTP layers.
 
 In V3.2 an indexer selects the keys that each token attends to.
 """
@@ -80,10 +80,15 @@ def _parse(config: Config, experts: Experts, index: IndexShape | None = None) ->
         DecoderLayer(norms, mixer, moe if is_sparse else dense)
         for is_sparse in sparse_layers(config)
     ]
+    return mtp_after(model(config, layers), config)
+
+
+def mtp_after(model: ModelConfig, config: Config) -> ModelConfig:
+    """Return the model with the MTP layers that its checkpoint has after its last layer."""
     num_mtp = config.get("num_nextn_predict_layers") or 0
-    mtp = MtpConfig(num_mtp, layers[-1]) if num_mtp else None
-    ignored = tuple(f"model.layers.{num_layers + i}." for i in range(num_mtp))
-    return model(config, layers, mtp=mtp, ignored=ignored)
+    mtp = MtpConfig(num_mtp, model.layers[-1]) if num_mtp else None
+    ignored = tuple(f"model.layers.{model.num_layers + i}." for i in range(num_mtp))
+    return replace(model, mtp=mtp, ignored=ignored)
 
 
 def latent_group(
@@ -167,6 +172,8 @@ FAMILIES = (
                 },
             ),
         },
+        aliases=("kimi_k2",),
+        multimodal={"KimiK25ForConditionalGeneration": "kimi_k2"},
     ),
     Family(
         "deepseek_v32", "DeepseekV32ForCausalLM", parse_v32, IMPLEMENTS,

@@ -31,6 +31,8 @@ class Family:
     """Fields of NEUTRAL that the family implements."""
     tiny: Mapping[str, Config] = field(default_factory=dict)
     """Random models of a few hundred kilobytes, by name (`tiny:NAME`)."""
+    aliases: tuple[str, ...] = ()
+    """Other model_types with the same architecture and fields."""
     defaults: Config = field(default_factory=dict)
     """Values of fields that published config.json files leave out."""
     multimodal: Mapping[str, str] = field(default_factory=dict)
@@ -66,6 +68,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "clip_qkv": (None,),
     "no_rope_layers": (None,),
     "no_rope_layer_interval": (None,),
+    "attention_chunk_size": (None,),
+    "attn_temperature_tuning": (None, False),
+    "attention_out_bias": (None, False),
+    "use_bias": (None, False),
+    "use_cla": (None, False),  # layers that read the KV of the layer before them
+    "use_qk_norm": (None, False),
+    "logit_scale": (None, 1, 1.0),
     "per_layer_config": (None, {}),
     "global_head_dim": (None,),
     "num_global_key_value_heads": (None,),
@@ -99,8 +108,9 @@ def _packaged() -> Mapping[str, Family]:
 
 def architecture_of(model_type: str) -> str:
     """Return the architecture of a model_type; return an unknown model_type unchanged."""
-    known = {family.model_type: family.architecture for family in families().values()}
-    return known.get(model_type, model_type)
+    known = families().values()
+    named = {name: f.architecture for f in known for name in (f.model_type, *f.aliases)}
+    return named.get(model_type, model_type)
 
 
 def language_models(architecture: str) -> Mapping[str, Family]:
@@ -118,13 +128,13 @@ def family_of(config: Config) -> Family:
     family = known.get(architecture)
     if family is None:
         names = [*known, *dict.fromkeys(name for f in known.values() for name in f.multimodal)]
-        similar = ", ".join(get_close_matches(str(architecture), names, n=3, cutoff=0.0))
+        near = get_close_matches(architecture, names, n=4, cutoff=0.0)
         raise UnsupportedModelError(
-            f"architecture {architecture!r} is not supported; of the {len(names)} supported ones, "
-            f"the names most like it are {similar}"
+            f"architecture {architecture!r} is not supported; the most similar of {len(names)} "
+            f"that are supported: {', '.join(near)}"
         )
     model_type = config.get("model_type", family.model_type)
-    if model_type != family.model_type:
+    if model_type not in (family.model_type, *family.aliases):
         raise UnsupportedModelError(
             f"config field model_type={model_type!r} contradicts architecture {architecture}, "
             f"which has model_type={family.model_type!r}: correct config.json"

@@ -7,7 +7,7 @@ from typing import Any
 
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.types_recurrent import Scan
-from slotzero.models.blocks.attention import Attention, AttentionNames
+from slotzero.models.blocks.attention import Attention
 from slotzero.models.blocks.dense_mlp import DenseMlp, MlpNames
 from slotzero.models.blocks.moe import MoeMlp, MoeNames
 from slotzero.models.blocks.short_conv import ShortConv
@@ -38,7 +38,6 @@ OLDER_FIELDS: Mapping[str, str] = {
 }
 """Fields whose name differs from that in other families."""
 NAMES = ModelNames(final_norm="model.embedding_norm")
-ATTENTION_NAMES = AttentionNames("out_proj", "q_layernorm", "k_layernorm")
 MLP_NAMES = MlpNames("feed_forward.w3", "feed_forward.w2", "feed_forward.w1")
 EXPERT = "feed_forward.experts.{expert}"
 MOE_NAMES = MoeNames(
@@ -111,7 +110,10 @@ def _attention(config: Config, kinds: list[str]) -> Attention:
     layers = [layer for layer, kind in enumerate(kinds) if kind == ATTENTION]
     group = kv_group(config, FULL, layers, attention_heads(config), rope_of(config, FULL, 1e6))
     hidden = positive(config, "hidden_size")
-    return Attention(group, hidden, qk_norm="head", names=ATTENTION_NAMES)
+    return Attention(
+        group, hidden, qk_norm="head", norm_names=("q_layernorm", "k_layernorm"),
+        out_name="out_proj",
+    )  # fmt: skip
 
 
 def _conv(config: Config) -> ShortConv:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from slotzero.kernels.types import Heads
 from slotzero.models.blocks.attention import Attention
-from slotzero.models.blocks.dense_mlp import MLP_NAMES, MlpNames
+from slotzero.models.blocks.dense_mlp import DenseMlp
 from slotzero.models.config import ModelConfig
 from slotzero.models.families.family import Family
 from slotzero.models.families.standard import (
@@ -23,7 +24,7 @@ from slotzero.models.families.standard import (
 )
 from slotzero.models.families.tiny import tiny
 from slotzero.models.fields import positive
-from slotzero.models.layer import DecoderLayer
+from slotzero.models.layer import DecoderLayer, LayerNorms
 
 Config = Mapping[str, Any]
 
@@ -34,15 +35,37 @@ def parse_llama(config: Config) -> ModelConfig:
 
 def llama_like(
     config: Config,
+    norms: LayerNorms | None = None,
+    mlp: DenseMlp | None = None,
+    outside: Config | None = None,
+    **attention: Any,
+) -> ModelConfig:
+    """Return a model of Llama's shape.
+
+    `norms` and `mlp` replace Llama's. `outside` overrides fields of ModelConfig; for `attention`,
+    see llama_attention.
+    """
+    norms, mlp = norms or pre_norms(config), mlp or dense_mlp(config)
+    layers = [DecoderLayer(norms, each, mlp) for each in llama_attention(config, **attention)]
+    return model(config, layers, **(outside or {}))
+
+
+def llama_attention(
+    config: Config,
     qkv_bias: bool | None = None,  # None: attention_bias decides
     out_bias: bool | None = None,
     is_sliding: IsSliding = never,
-    mlp_names: MlpNames = MLP_NAMES,
+    heads: Heads | None = None,
+    groups: Config | None = None,
     **attention: Any,
-) -> ModelConfig:
-    """Return a model of Llama's shape; `attention` overrides fields of Attention."""
+) -> list[Attention]:
+    """Return the attention of each layer.
+
+    `heads` replaces Llama's, `groups` are arguments of kv_groups, and `attention` overrides fields
+    of Attention.
+    """
     bias, names = bool(config.get("attention_bias", False)), layer_groups(config, is_sliding)
-    groups = kv_groups(config, names, attention_heads(config))
+    found = kv_groups(config, names, heads or attention_heads(config), **(groups or {}))
     mixers = {
         name: Attention(
             group,
@@ -51,10 +74,9 @@ def llama_like(
             out_bias=bias if out_bias is None else out_bias,
             **attention,
         )
-        for name, group in groups.items()
+        for name, group in found.items()
     }
-    norms, mlp = pre_norms(config), dense_mlp(config, names=mlp_names)
-    return model(config, [DecoderLayer(norms, mixers[name], mlp) for name in names])
+    return [mixers[name] for name in names]
 
 
 LLAMA = partial(tiny, "llama", "LlamaForCausalLM")

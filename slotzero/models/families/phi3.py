@@ -1,4 +1,8 @@
-"""Phi-3 and Phi-4: Llama with fused projections, LongRoPE, and perhaps a window in all layers."""
+"""Phi-3 and Phi-4: Llama with fused projections, LongRoPE, and perhaps a window in all layers.
+
+With LongRoPE, prompts share prefixes only if max_model_len is at most the original context length:
+beyond it, keys depend on the length of the prompt.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,13 +12,13 @@ from slotzero.models.blocks.dense_mlp import MlpNames
 from slotzero.models.config import ModelConfig
 from slotzero.models.families.family import Family
 from slotzero.models.families.llama import llama_like
-from slotzero.models.families.standard import partial_rope
+from slotzero.models.families.standard import dense_mlp, partial_rope
 from slotzero.models.families.tiny import tiny
 from slotzero.models.fields import mapping, positive
 
 Config = Mapping[str, Any]
 
-MLP_NAMES = MlpNames("mlp.gate_up_proj", "mlp.down_proj", gate=None)
+FUSED_NAMES = MlpNames("mlp.gate_up_proj", "mlp.down_proj", gate=None)
 
 
 def parse(config: Config) -> ModelConfig:
@@ -26,7 +30,7 @@ def parse(config: Config) -> ModelConfig:
         qkv_bias=False,
         out_bias=False,
         is_sliding=lambda layer: slides,
-        mlp_names=MLP_NAMES,
+        mlp=dense_mlp(config, names=FUSED_NAMES, has_bias=False),
         fused="qkv_proj",
     )
 

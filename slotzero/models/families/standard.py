@@ -9,17 +9,18 @@ from typing import Any
 
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.types import Experts, Heads
-from slotzero.models.blocks.attention import KvGroup
+from slotzero.models.blocks.attention import Attention, KvGroup
 from slotzero.models.blocks.dense_mlp import DenseMlp
 from slotzero.models.config import FULL, SLIDING, ModelConfig
 from slotzero.models.fields import activation, eps, mapping, positive
-from slotzero.models.layer import DecoderLayer, LayerNorms
+from slotzero.models.layer import DecoderLayer, LayerNorms, Mlp
 from slotzero.models.rope import parse_rope
 
 Config = Mapping[str, Any]
 IsSliding = Callable[[int], bool]
 
 LAYER_TYPES: Mapping[str, str] = {"full_attention": FULL, "sliding_attention": SLIDING}
+NO_ROPE: Config = {"rope_parameters": {"rope_type": "none"}}
 MROPE = "type", "mrope_section", "mrope_interleaved"
 
 
@@ -42,6 +43,20 @@ def model(config: Config, layers: Sequence[DecoderLayer], **overrides: Any) -> M
     return ModelConfig(**(standard | overrides))
 
 
+def sparse_model(
+    config: Config,
+    attention: Sequence[Attention],
+    moe: Mlp,
+    dense: DenseMlp | None = None,  # None: as configured
+    **overrides: Any,
+) -> ModelConfig:
+    """Return a pre-norm model with this attention in each layer, and experts in sparse layers."""
+    sparse, norms = sparse_layers(config), pre_norms(config)
+    mlps = [moe if is_sparse else dense or dense_mlp(config) for is_sparse in sparse]
+    layers = [DecoderLayer(norms, a, mlp) for a, mlp in zip(attention, mlps, strict=True)]
+    return model(config, layers, **overrides)
+
+
 def pre_norms(config: Config, **overrides: Any) -> LayerNorms:
     """Return norms before the mixer and the MLP; `overrides` are fields of LayerNorms."""
     return LayerNorms(positive(config, "hidden_size"), eps(config), **overrides)
@@ -55,6 +70,17 @@ def sandwich_norms(config: Config, offset: float = 0.0) -> LayerNorms:
         mlp="pre_feedforward_layernorm",
         post_mlp="post_feedforward_layernorm",
         offset=offset,
+    )
+
+
+def post_norms(config: Config) -> LayerNorms:
+    """Return norms after the mixer and the MLP only."""
+    return pre_norms(
+        config,
+        input=None,
+        post_mixer="post_attention_layernorm",
+        mlp=None,
+        post_mlp="post_feedforward_layernorm",
     )
 
 
@@ -150,16 +176,20 @@ def kv_groups(
     heads: Heads,
     thetas: tuple[float, float] = (10000.0, 10000.0),  # of full and of sliding layers
     scales_full_only: bool = False,
+    is_interleaved: bool = False,
+    unrotated: Sequence[str] = (),
 ) -> dict[str, KvGroup]:
     """Return the KV groups by name, for layers that all have the same heads.
 
-    With `scales_full_only`, RoPE scaling in flat fields applies to full layers only.
+    With `scales_full_only`, RoPE scaling in flat fields applies to full layers only. Groups named
+    in `unrotated` have no RoPE. See RopeConfig.is_interleaved.
     """
     groups = {}
     for name in dict.fromkeys(names):
         layers = [layer for layer, group in enumerate(names) if group == name]
         rope = rope_of(config, name, thetas[name == SLIDING], scales_full_only)
-        groups[name] = kv_group(config, name, layers, heads, rope)
+        group = kv_group(config, name, layers, heads, NO_ROPE if name in unrotated else rope)
+        groups[name] = replace(group, rope=replace(group.rope, is_interleaved=is_interleaved))
     return groups
 
 
@@ -224,7 +254,7 @@ def rope_if_configured(config: Config) -> Config:
             "config field rope_scaling has no effect without position_embedding_type=rope: set "
             "that, or remove rope_scaling"
         )
-    return {"rope_parameters": {"rope_type": "none"}}
+    return NO_ROPE
 
 
 def experts(config: Config, num: str, top_k: str, inner_size: str, **overrides: Any) -> Experts:
@@ -258,6 +288,7 @@ def sigmoid_experts(config: Config, num_shared: int = 0, **overrides: Any) -> Ex
         inner_size=positive(config, "moe_intermediate_size"),
         **{"activation": activation(config), **overrides},
         scores="sigmoid",
+        is_corrected=True,
         is_normed=bool(config.get("norm_topk_prob", True)),
         factor=float(config.get("routed_scaling_factor") or 1.0),
         num_shared=num_shared,

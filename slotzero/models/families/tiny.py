@@ -19,6 +19,7 @@ COMMON: Mapping[str, Any] = {
     "initializer_range": 0.3,
     "bos_token_id": 256,
     "eos_token_id": 257,
+    "pad_token_id": 258,
 }
 
 

@@ -80,19 +80,21 @@ def test_gates(kernels, activation, size):
     require_invariant(gate, values(ROWS, 2 * size))
 
 
+@pytest.mark.parametrize("is_centred", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_norms(kernels, size):
+def test_norms(kernels, size, is_centred):
     weight, after = values(2, size, seed=2)
-    require_invariant(lambda x: kernels.rms_norm(x, weight, EPS), values(ROWS, size))
+    norms = ResidualNorms(after, weight, EPS, is_centred)
+    require_invariant(lambda x: kernels.rms_norm(x, weight, EPS, is_centred), values(ROWS, size))
 
     def add_norm(x: Tensor) -> Tensor:
         change, residual = x.chunk(2, -1)
-        total, normed = kernels.add_norm(change, residual, ResidualNorms(after, weight, EPS))
+        total, normed = kernels.add_norm(change, residual, norms)
         return stacked(total, normed.x)
 
     require_invariant(add_norm, values(ROWS, 2 * size))
     heads = values(ROWS, 3, size)
-    require_invariant(lambda x: kernels.rms_norm(x, weight, EPS), heads)
+    require_invariant(lambda x: kernels.rms_norm(x, weight, EPS, is_centred), heads)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -70,11 +70,12 @@ def test_attention_in_a_decode_step(shape, window):
 
 
 @pytest.mark.parametrize("window", [None, 1, 12, 100])
+@pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_in_prefill_over_a_prefix(shape, window):
+def test_attention_in_prefill_over_a_prefix(shape, is_chunked, window):
     *heads, page = shape
-    sinks = torch.randn(heads[0])
-    attend_both(Attending(heads_of(*heads, window=window), page, [(11, 40), (0, 23)], sinks))
+    sinks, heads = torch.randn(heads[0]), heads_of(*heads, window=window, is_chunked=is_chunked)
+    attend_both(Attending(heads, page, [(11, 40), (0, 23)], sinks))
 
 
 @settings(max_examples=60, deadline=None)
@@ -308,11 +309,15 @@ EXPERTS = {
     "softmax, clamped": Experts(8, 4, 48, "clamped_silu", scores="softmax_of_chosen"),
     "one of many": Experts(40, 1, 16, "gelu_tanh", scores="softmax_of_chosen"),
     "sigmoid": Experts(8, 2, 32, "silu", scores="sigmoid"),
-    "sigmoid, normed": Experts(8, 2, 32, "clamped_silu", scores="sigmoid", is_normed=True),
-    "groups": Experts(
-        12, 3, 16, "silu", scores="sigmoid", is_normed=True, factor=2.5, num_groups=4, top_groups=2
+    "sigmoid, normed": Experts(
+        8, 2, 32, "clamped_silu", scores="sigmoid", is_corrected=True, is_normed=True
     ),
-    "shared": Experts(8, 2, 32, "silu", scores="sigmoid", num_shared=1),
+    "groups": Experts(
+        12, 3, 16, "silu", scores="sigmoid", is_corrected=True, is_normed=True, factor=2.5,
+        num_groups=4, top_groups=2,
+    ),
+    "softmax, corrected": Experts(8, 3, 32, "silu", scores="softmax", is_corrected=True),
+    "shared": Experts(8, 2, 32, "silu", scores="sigmoid", is_corrected=True, num_shared=1),
     "softmax of all, groups, shared": Experts(
         12, 3, 16, "silu", scores="softmax", factor=2.0, num_groups=4, top_groups=2,
         scores_per_group=1, num_shared=2,
@@ -329,7 +334,7 @@ def expert_weights(shape: Experts, hidden: int, bias: bool) -> ExpertWeights:
             torch.randn(shape.num_experts) if bias else None,
             shape.num_experts,
         ),
-        correction=torch.randn(shape.num_experts) if shape.scores == "sigmoid" else None,
+        correction=torch.randn(shape.num_experts) if shape.is_corrected else None,
         gate_up=DenseWeight(
             torch.randn(n, 2 * inner, hidden),
             torch.randn(n, 2 * inner) if bias else None,
@@ -484,22 +489,26 @@ def test_gates(kernels, activation):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the RMSNorm of each row, in double precision."""
-    return (
-        x.double() / ((x.double() ** 2).sum(-1, keepdim=True) / x.shape[-1] + EPS) ** 0.5 * weight
-    )
+def norm(x: Tensor, weight: Tensor, is_centred: bool = False) -> Tensor:
+    """Return the RMSNorm of each row, in double precision; if centred, its LayerNorm."""
+    x = x.double()
+    if is_centred:
+        x = x - x.mean(-1, keepdim=True)
+    return x / ((x**2).sum(-1, keepdim=True) / x.shape[-1] + EPS) ** 0.5 * weight
 
 
+@pytest.mark.parametrize("is_centred", [False, True])
 @pytest.mark.parametrize("has_after", [False, True])
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm):
+def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm, is_centred):
     x, residual, (after, before) = torch.randn(5, 24), torch.randn(5, 20), torch.randn(2, 20)
     weight, bias = torch.randn(20, 24), torch.randn(20)
     change = F.linear(x, weight, bias)
-    total = residual + (norm(change, after) if has_after else change)
-    normed = norm(total, before) if has_norm else total
-    norms = ResidualNorms(after if has_after else None, before if has_norm else None, EPS)
+    total = residual + (norm(change, after, is_centred) if has_after else change)
+    normed = norm(total, before, is_centred) if has_norm else total
+    norms = ResidualNorms(
+        after if has_after else None, before if has_norm else None, EPS, is_centred
+    )
     packed = DenseWeight(kernels.pack(weight), bias, 20)
     for got in (
         kernels.add_norm(change, residual.clone(), norms),
@@ -508,6 +517,9 @@ def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm):
         torch.testing.assert_close(got[0].double(), total.double(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(got[1].x.double(), normed.double(), atol=1e-5, rtol=1e-5)
         assert got[1].squares is None
+    if has_norm:
+        got = kernels.norm(got[0], before, EPS, is_centred).x
+        torch.testing.assert_close(got.double(), normed, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -527,13 +539,16 @@ def test_logits_are_capped_and_slot_0_has_none(kernels, softcap):
 @pytest.mark.parametrize(
     ("is_whole", "norms_values"), [(False, False), (True, False), (False, True)]
 )
-@pytest.mark.parametrize("window", [None, 3])
-def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, norms_values, window):
+@pytest.mark.parametrize(("window", "is_chunked"), [(None, False), (3, False), (3, True)])
+def test_attention_norms_rotates_stores_and_attends(
+    kernels, is_whole, norms_values, window, is_chunked
+):
     """A prompt of 7 tokens, of which the first 2 came in an earlier step, gives attention by its
     definition; then its queries alone, over the stored keys, give the same."""
     heads = heads_of(
-        6, 2, 16, value_dim=10, window=window, norms_whole=is_whole, norms_values=norms_values
-    )
+        6, 2, 16, value_dim=10, window=window, is_chunked=is_chunked, norms_whole=is_whole,
+        norms_values=norms_values,
+    )  # fmt: skip
     joined, sinks = torch.randn(7, sum(heads.sizes)), torch.randn(6)
     q_norm, k_norm = (torch.randn(n * 16 if is_whole else 16) for n in (6, 2))
     frequency = torch.rand(8)
@@ -561,7 +576,8 @@ def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, norms_val
     q, k = rotated(q, turns), rotated(k, turns)
     expected = torch.zeros(7, 6, 10, dtype=torch.float64)
     for t in range(7):
-        seen = slice(max(0, t + 1 - (window or 7)), t + 1)
+        first = t // 3 * 3 if is_chunked else max(0, t + 1 - (window or 7))
+        seen = slice(first, t + 1)
         for head in range(6):
             shares = (k[seen, head // 3] @ q[t, head] * heads.scale).exp()
             shares = shares / (shares.sum() + sinks[head].double().exp())
@@ -578,6 +594,23 @@ def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, norms_val
     torch.testing.assert_close(read[:7].double(), expected.flatten(1), atol=1e-5, rtol=1e-5)
     assert not read[7:].any()
     torch.testing.assert_close(kv, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_heads_are_rotated_and_then_normed(kernels, stores):
+    heads = heads_of(6, 2, 16, value_dim=10, stores=stores)
+    joined, norms = torch.randn(7, sum(heads.sizes)), torch.randn(2, 16)
+    angles = torch.rand(2, 7, 1, 8)
+    both = [Angles(angle.cos(), 2 * angle.sin()) for angle in angles]
+    q, k, v = joined.double().split(heads.sizes, -1)
+    wanted = []
+    for x, turn, weight in zip((q, k), both, norms, strict=True):
+        turned = rotated(x.view(7, -1, 16), torch.complex(*(part.double() for part in turn)))
+        wanted.append((turned, norm(turned, weight)))
+    for index, weights in enumerate((QkNorms(None, None), QkNorms(*norms))):
+        expected = torch.cat([*(each[index].flatten(1) for each in wanted), v], dim=-1)
+        got = kernels.rotate_heads(joined, weights, *both, heads)
+        torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def rotated(x: Tensor, turns: Tensor) -> Tensor:

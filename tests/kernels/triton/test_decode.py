@@ -33,7 +33,7 @@ class Case:
         self.table[1:] = (torch.randperm(used + 3)[:used] + 1).int().view(-1, per_slot)
         self.kv = torch.full((used + 4, page, kv_heads, dim + value_dim), torch.nan)
         for slot, length in enumerate(lengths, start=1):
-            low = max(0, length - (self.heads.window or length))
+            low = self.heads.first_key(length - 1)
             for at in range(low, length - self.heads.stores):
                 seen = torch.randn(kv_heads, dim + value_dim)
                 self.kv[self.table[slot, at // page], at % page] = seen
@@ -147,6 +147,13 @@ def test_every_layer_of_a_step_uses_one_plan(device, small_grid):
 @pytest.mark.parametrize("window", [1, 20, 130, 1000])
 def test_a_window_ends_at_the_newest_key(device, small_grid, window):
     Case((4, 2, 16, 8), LENGTHS, device, window=window).check()
+
+
+@pytest.mark.parametrize("window", [20, 45])
+def test_a_chunk_ends_at_the_newest_key(device, small_grid, few_shares, window):
+    case = Case((4, 2, 16, 8), LENGTHS, device, window=window, is_chunked=True)
+    for kind in (decode, decode_stream_k):
+        case.check(kind=kind)
 
 
 @pytest.mark.parametrize("num_others", [0, 64])

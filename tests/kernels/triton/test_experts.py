@@ -12,12 +12,13 @@ from slotzero.kernels.weights import DenseWeight
 
 REFERENCE = ReferenceKernels()
 HIDDEN, INNER = 40, 24  # no multiple of a tile
-SIGMOID = {"scores": "sigmoid", "is_normed": True, "factor": 2.5}
+SIGMOID = {"scores": "sigmoid", "is_corrected": True, "is_normed": True, "factor": 2.5}
 KINDS = [
     Experts(8, 2, INNER, "silu", scores="softmax_of_chosen"),
     Experts(5, 3, INNER, "clamped_silu", scores="softmax_of_chosen"),
     Experts(8, 2, INNER, "gelu_tanh", scores="sigmoid"),
     Experts(8, 3, INNER, "silu", **SIGMOID, num_groups=4, top_groups=2),
+    Experts(8, 3, INNER, "silu", scores="softmax", is_corrected=True, is_normed=True),
     Experts(6, 1, INNER, "silu", **SIGMOID),
     Experts(3, 3, INNER, "silu", scores="softmax_of_chosen"),
     Experts(6, 2, INNER, "silu", scores="softmax", factor=2.0, num_groups=3, top_groups=2,
@@ -35,7 +36,7 @@ def made(shape: Experts, dtype, device, bias=True) -> ExpertWeights:
     num, every, inner = shape.num_experts, shape.num_all, shape.inner_size
     weights = ExpertWeights(
         DenseWeight(random(num, HIDDEN), random(num), num),
-        torch.randn(num, device=device) if shape.scores == "sigmoid" else None,
+        torch.randn(num, device=device) if shape.is_corrected else None,
         DenseWeight(
             random(every, 2 * inner, HIDDEN),
             random(every, 2 * inner) if bias else None,

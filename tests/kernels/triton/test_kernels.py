@@ -106,14 +106,15 @@ def test_embed_pair(device, half, is_half, norms, size):
 
 @pytest.mark.parametrize("size", [24, 33, 1100])
 @pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("is_centred", [True, False])
 @pytest.mark.parametrize("is_half", [True, False])
-def test_norm(device, half, is_half, late, size):
+def test_norm(device, half, is_half, is_centred, late, size):
     dtype = half if is_half else torch.float32
     wide, weight = (torch.randn(5, size + 3) * 3).to(dtype), torch.randn(size).to(dtype)
     x, moved = wide[:, 3:], wide.to(device, copy=True)[:, 3:]
-    got = norm(moved, weight.to(device), 1e-6, late)
+    got = norm(moved, weight.to(device), 1e-6, late, is_centred)
     assert (got.squares is not None) == late
-    want = REFERENCE.norm(x, weight, 1e-6).x
+    want = REFERENCE.norm(x, weight, 1e-6, is_centred).x
     near = 3 * torch.finfo(dtype).eps  # a late norm is rounded once more
     assert torch.allclose(apply_norm(got).cpu(), want, atol=near, rtol=near)
     assert torch.equal(moved.cpu(), x)
@@ -149,11 +150,13 @@ def test_logits_of_slot_0_are_zeros(device, rows, softcap):
 @pytest.mark.parametrize("rows", [5, 70])
 @pytest.mark.parametrize("with_after", [True, False])
 @pytest.mark.parametrize("with_norm", [True, False])
-def test_products_are_added_and_normed(device, rows, with_after, with_norm):
+@pytest.mark.parametrize("is_centred", [True, False])
+def test_products_are_added_and_normed(device, rows, with_after, with_norm, is_centred):
     x, weight = torch.randn(rows, 48, device=device), torch.randn(24, 48, device=device)
     bias, after, norm = torch.randn(3, 24, device=device)
     after, norm = after if with_after else None, norm if with_norm else None
     before = torch.randn(rows, 24, device=device)
+    norms = ResidualNorms(after, norm, 1e-6, is_centred)
     for kernels_add, reference_add, given in (
         (
             TritonKernels().linear_add_norm,
@@ -162,8 +165,8 @@ def test_products_are_added_and_normed(device, rows, with_after, with_norm):
         ),
         (TritonKernels().add_norm, REFERENCE.add_norm, (x[:, :24].contiguous(),)),
     ):
-        want, want_normed = reference_add(*given, before, ResidualNorms(after, norm, 1e-6))
-        got, normed = kernels_add(*given, before.clone(), ResidualNorms(after, norm, 1e-6))
+        want, want_normed = reference_add(*given, before, norms)
+        got, normed = kernels_add(*given, before.clone(), norms)
         assert torch.allclose(got, want, atol=1e-4)
         assert torch.allclose(apply_norm(normed), want_normed.x, atol=1e-4)
 
@@ -195,6 +198,24 @@ def test_norms_over_all_heads(device, is_decode):
     for got, want in zip(*outs, strict=True):
         assert torch.allclose(got, want, atol=1e-5)
     assert torch.equal(wide, kept)
+
+
+@pytest.mark.parametrize("stores", [True, False])
+@pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize("is_half", [True, False])
+def test_heads_are_rotated_ahead(device, half, is_half, with_norm, stores):
+    """The qkv rows are slices of wider rows."""
+    heads = Heads(3, 2, 12, 10, 1e-6, 0.25, stores=stores)
+    dtype = half if is_half else torch.float32
+    joined = (torch.randn(5, sum(heads.sizes) + 8) * 3).to(dtype)[:, :-8]
+    norms = torch.randn(2, 12).to(dtype)
+    q_angles, k_angles = (Angles(*torch.rand(2, 5, 1, 6)) for _ in range(2))
+    qk_norms = QkNorms(*norms) if with_norm else QkNorms(None, None)
+    given = (joined, qk_norms, q_angles, k_angles)
+    moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), given)
+    got = TritonKernels().rotate_heads(*moved, heads).cpu()
+    near = 2 * torch.finfo(dtype).eps
+    assert torch.allclose(got, REFERENCE.rotate_heads(*given, heads), atol=near, rtol=near)
 
 
 def test_a_tree_is_stored_and_each_of_its_tokens_sees_its_branch(device):

@@ -96,7 +96,7 @@ class Step:
 
     def low(self, position: int) -> int:
         """Return the first key that a token at this position sees."""
-        return 0 if self.heads.window is None else max(0, position + 1 - self.heads.window)
+        return self.heads.first_key(position)
 
     def exact(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).float()
@@ -322,6 +322,11 @@ def test_a_window_ends_at_each_token(device, window):
     """Windows are smaller and larger than a tile of keys, a page and all contexts."""
     Step((3, 1, 16, 16), FEW_ROWS, window=window).check(device, 5e-6)
     Step((2, 2, 16, 24), [(100, 70)], torch.float16, window=window).check(device, 1e-3)
+
+
+@pytest.mark.parametrize("window", [9, 40])
+def test_a_chunk_begins_anew_within_a_row(device, window):
+    Step((3, 1, 16, 16), FEW_ROWS, window=window, is_chunked=True).check(device, 5e-6)
 
 
 @pytest.mark.parametrize("window", [None, 1, 40])

@@ -88,10 +88,9 @@ class Case:
         base, bits, depth = start + j + 1, 0, -1
         if self.trees is not None:
             base, bits, depth = self.trees[slot - 1][j]
-        window = self.heads.window or base + depth + 1
-        assert self.trees is None or window > depth
+        assert self.trees is None or (self.heads.window or depth + 1) > depth
         told = [at for at in range(base, start + j + 1) if bits >> (at - base) & 1]
-        return [*range(max(0, base + depth + 1 - window), base), *told]
+        return [*range(self.heads.first_key(base + depth), base), *told]
 
     def branches(self):
         if self.trees is None:
@@ -235,6 +234,13 @@ def test_every_count(device):
 def test_a_window_moves_with_the_token(device, window):
     """The last tokens no longer see every key that the first one sees."""
     Case((4, 2, 16, 8), 5, [5, 4, 5], device, window=window).check()
+
+
+@pytest.mark.parametrize("window", [3, 20, 70])
+def test_chunked_attention_begins_anew_within_a_row(device, window):
+    starts = [window - 2, 3 * window - 1, 40]
+    case = Case((4, 2, 16, 8), 5, [5, 4, 5], device, starts=starts, window=window, is_chunked=True)
+    case.check()
 
 
 def test_a_chunk_of_which_a_token_sees_nothing(device):

@@ -31,6 +31,7 @@ from slotzero.kernels.triton.attention.float8 import (
     separated,
     values_in,
 )
+from slotzero.kernels.triton.attention.window import first_seen
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear.activation import LOG2E, tanh
 from slotzero.kernels.types import Angles, Heads, PagedKv, QkNorms
@@ -41,8 +42,8 @@ def plan_kernel(
     slots, positions, stands, rows,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done,
     num_done, num_chunks, spare, smallest,
-    WINDOW: tl.constexpr, SPAN: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SPAN: tl.constexpr, APART: tl.constexpr,
+    BEFORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the plan, in one program. Never launched with overlap: the kernels after it may read
     the plan without a wait. A window reaches back from the position of the first of a row's SPAN
@@ -57,7 +58,7 @@ def plan_kernel(
     low = tl.zeros_like(length)  # the first key that the row sees
     if WINDOW is not None:
         stand = tl.load(stands + r * SPAN, mask=slot > 0, other=0)
-        low = tl.maximum(tl.where(slot > 0, stand + 1, 0) - WINDOW, 0)
+        low = tl.where(slot > 0, first_seen(stand, WINDOW, CHUNKED), 0)
     stored = length
     if APART:
         stored = tl.maximum(length - 1, 0)
@@ -371,8 +372,8 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads) -> DecodePlan:
     planned = DecodePlan(row, slot, begin, end, first, num, done, partial, peak, total)
     launch(
         plan_kernel, (1,), slots, positions, positions, rows, *planned[:7], rows * kv_heads,
-        num_chunks, spare, smallest, WINDOW=heads.window, SPAN=1, APART=False,
-        BEFORE=False, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
+        num_chunks, spare, smallest, WINDOW=heads.window, CHUNKED=heads.is_chunked, SPAN=1,
+        APART=False, BEFORE=False, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
     )  # fmt: skip
     return planned
 

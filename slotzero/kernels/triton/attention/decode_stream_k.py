@@ -37,6 +37,7 @@ from slotzero.kernels.triton.attention.float8 import (
     no_values,
     values_in,
 )
+from slotzero.kernels.triton.attention.window import first_seen
 from slotzero.kernels.triton.launch import (
     launch,
     may_follow,
@@ -65,11 +66,11 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def _lowest(newest, WINDOW: tl.constexpr, KEYS: tl.constexpr):
+def _lowest(newest, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, KEYS: tl.constexpr):
     """Return the first key of a row's first tile."""
     low = newest * 0
     if WINDOW is not None:
-        low = tl.maximum(newest + 1 - WINDOW, 0) // KEYS * KEYS
+        low = first_seen(newest, WINDOW, CHUNKED) // KEYS * KEYS
     return low
 
 
@@ -77,8 +78,8 @@ def _lowest(newest, WINDOW: tl.constexpr, KEYS: tl.constexpr):
 def _plan_kernel(
     slots, positions, rows, row_of, begin_of, tile_of, slot_of, newest_of, first_of, count_of, done,
     num_done, num_shares, smallest,
-    WINDOW: tl.constexpr, KEYS: tl.constexpr, COST: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, KEYS: tl.constexpr, COST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the plan, in one program. Never launched with overlap: the kernels after it may read
     the plan without a wait.
@@ -89,7 +90,7 @@ def _plan_kernel(
     slot = tl.load(slots + r, mask=r < rows, other=0)
     position = tl.load(positions + r, mask=r < rows, other=0)
     newest = tl.where(slot > 0, position, 0)
-    low = _lowest(newest, WINDOW, KEYS)
+    low = _lowest(newest, WINDOW, CHUNKED, KEYS)
     tiles = tl.where(r < rows, tl.maximum(tl.cdiv(newest - low, KEYS), 1), 0)
     cost = tl.where(r < rows, tiles + COST, 0).to(tl.int64)
     after, tile = tl.cumsum(cost, axis=0), tl.cumsum(tiles, axis=0) - tiles
@@ -240,7 +241,8 @@ def _stream_k_kernel(
     partial, peak_of, total_of,
     qkv_stride, values_at, table_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
     MERGED: tl.constexpr, BATCH: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
     KEYS: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr, STORES: tl.constexpr,
     PDL: tl.constexpr,
@@ -256,7 +258,9 @@ def _stream_k_kernel(
     next_slot, next_newest = tl.load(slot_of + row + 1), tl.load(newest_of + row + 1)
     table = page_table + slot.to(tl.int64) * table_stride
     p0, p1, p2, p3 = _load_four(table, begin, newest, KEYS, PAGE)
-    from_start = begin == _lowest(newest, WINDOW, KEYS)  # else an earlier share began the row
+    from_start = begin == _lowest(
+        newest, WINDOW, CHUNKED, KEYS
+    )  # else an earlier share began the row
 
     group_size: tl.constexpr = HEADS // KV_HEADS
     g, half, dim = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, WIDTH)
@@ -276,7 +280,7 @@ def _stream_k_kernel(
         key = begin + tl.arange(0, KEYS)
         known = key < newest
         if WINDOW is not None:
-            known &= key > newest - WINDOW
+            known &= key >= first_seen(newest, WINDOW, CHUNKED)
         a, b, v = _load_tile(
             kv_pages, v_pages, table, p0, p1, p2, p3, begin, known, newest, kv_head, half,
             KV_HEADS, DIM, VALUE_DIM, PAGE, KEYS, WIDTH,
@@ -285,7 +289,8 @@ def _stream_k_kernel(
         its_row, its_slot, its_newest, its_table = row, slot, newest, table
         is_end = begin + KEYS >= newest
         row += is_end.to(tl.int32)
-        begin = tl.where(is_end, _lowest(next_newest, WINDOW, KEYS), begin + KEYS)
+        lowest = _lowest(next_newest, WINDOW, CHUNKED, KEYS)
+        begin = tl.where(is_end, lowest, begin + KEYS)
         slot, newest = tl.where(is_end, next_slot, slot), tl.where(is_end, next_newest, newest)
         table = page_table + slot.to(tl.int64) * table_stride
         p0, p1, p2, p3 = _load_four(table, begin, newest, KEYS, PAGE)
@@ -354,7 +359,7 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads) -> StreamKPlan:
     )
     launch(
         _plan_kernel, (1,), slots, positions, rows, *made[:8], rows * kv_heads, shares, SMALLEST,
-        WINDOW=heads.window, KEYS=shape.keys, COST=shape.row_cost,
+        WINDOW=heads.window, CHUNKED=heads.is_chunked, KEYS=shape.keys, COST=shape.row_cost,
         ROWS=max(256, triton.next_power_of_2(rows + 1)), BLOCK=1024,
     )  # fmt: skip
     return made
@@ -381,8 +386,9 @@ def attend(
         qkv, *norms, sinks, *angles, *kv, out, *plan,
         qkv.stride(0), dim, kv.page_table.stride(0), heads.norm_eps, heads.scale,
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
-        WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv.pages.shape[1], GROUP=max(16, group),
-        MERGED=group, BATCH=max(1, min(16, 2048 * warps // (group * width))),
+        WINDOW=heads.window, CHUNKED=heads.is_chunked, SOFTCAP=heads.softcap,
+        PAGE=kv.pages.shape[1], GROUP=max(16, group), MERGED=group,
+        BATCH=max(1, min(16, 2048 * warps // (group * width))),
         HALF=max(16, triton.next_power_of_2(dim // 2)), WIDTH=width, KEYS=shape.keys,
         NORM=norms.q is not None, NORM_VALUES=heads.norms_values and heads.stores,
         STORES=heads.stores, num_warps=warps, num_stages=stages, **overlap(),

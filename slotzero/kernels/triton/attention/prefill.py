@@ -35,6 +35,7 @@ from slotzero.kernels.triton.attention.float8 import (
     numbers,
 )
 from slotzero.kernels.triton.attention.tree_mask import load_branches, sees, union_of
+from slotzero.kernels.triton.attention.window import first_seen
 from slotzero.kernels.triton.launch import (
     launch,
     may_follow,
@@ -240,7 +241,7 @@ def _attend_kernel(
     q, sinks, kv_pages, page_table, kv_scales, blocks, slots, bases, seen, stands, out, scale,
     table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -277,7 +278,7 @@ def _attend_kernel(
         stand = start + offset
         if seen is not None:
             stand = tl.load(stands + token + offset, mask=real, other=0)
-        since = tl.maximum(stand - WINDOW + 1, 0)  # the first key that each token sees
+        since = first_seen(stand, WINDOW, CHUNKED)  # the first key that each token sees
         low = tl.min(tl.where(real, since, length), axis=0)
         all_since = tl.max(tl.where(real, since, 0), axis=0)
         begin = low // KEYS * KEYS
@@ -417,8 +418,8 @@ def attend(
         q, sinks, *kv, plan.blocks, plan.tokens.slots, *(plan.branches or NO_BRANCHES), out,
         heads.scale * unit, kv.page_table.stride(0),
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
-        WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv.pages.shape[1],
-        TOKENS=chosen.rows // group, PARTS=parts, ROWS=chosen.rows,
+        WINDOW=heads.window, CHUNKED=heads.is_chunked, SOFTCAP=heads.softcap,
+        PAGE=kv.pages.shape[1], TOKENS=chosen.rows // group, PARTS=parts, ROWS=chosen.rows,
         DIM_BLOCK=padded_dim(dim), VALUE_BLOCK=padded_dim(value_dim), KEYS=chosen.keys,
         PRECISION="ieee" if q.dtype == torch.float32 else None,
         num_warps=chosen.warps, num_stages=chosen.stages, **overlap(),

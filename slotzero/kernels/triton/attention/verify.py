@@ -44,6 +44,7 @@ from slotzero.kernels.triton.attention.float8 import (
     values_in,
 )
 from slotzero.kernels.triton.attention.tree_mask import load_branches, sees, union_of
+from slotzero.kernels.triton.attention.window import first_seen
 from slotzero.kernels.triton.launch import (
     launch,
     may_follow,
@@ -77,11 +78,11 @@ def load_angles(cos, sin, token, real, half, DIM: tl.constexpr):
 
 
 @triton.jit
-def _in_window(key, end, stand, WINDOW: tl.constexpr):
+def _in_window(key, end, stand, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
     """Return which keys before `end` are in the window of each pair's token, [pairs or 1, keys]."""
     seen = (key < end)[None, :]
     if WINDOW is not None:
-        seen = seen & (key[None, :] > stand[:, None] - WINDOW)
+        seen = seen & (key[None, :] >= first_seen(stand, WINDOW, CHUNKED)[:, None])
     return seen
 
 
@@ -164,7 +165,8 @@ def _verify_kernel(
     row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
     bases, bits_seen, stands, qkv_stride, values_at, table_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
+    SPAN: tl.constexpr,
     PARTS: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, OWN: tl.constexpr,
     MERGED: tl.constexpr, BATCH: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
     KEYS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, NORM: tl.constexpr,
@@ -266,7 +268,7 @@ def _verify_kernel(
             tl.store(kv_pages + values_at + at[:, None] + dim[None, :], new_v, mask=mine)
         else:
             new_a, new_b, new_v = ka, kb, own_v
-        seen = _in_window(start + own, start + num_real, stand, WINDOW)
+        seen = _in_window(start + own, start + num_real, stand, WINDOW, CHUNKED)
         if tree is None:
             seen = seen & (own[None, :] <= place[:, None])
         peak, total, acc = _attend_keys(
@@ -278,7 +280,7 @@ def _verify_kernel(
     if EARLY:
         begin_loop += KEYS
         if begin < stored:
-            seen = _in_window(key, stored, stand, WINDOW)
+            seen = _in_window(key, stored, stand, WINDOW, CHUNKED)
             peak, total, acc = _attend_keys(
                 qa, qb, a, b, v, seen, key, begin + KEYS, tree, scale,
                 peak, total, acc, WINDOW, SOFTCAP,
@@ -296,7 +298,7 @@ def _verify_kernel(
         )  # fmt: skip
         if not EARLY:
             page = load_table(table, key + KEYS, stored, PAGE)  # one tile ahead
-        seen = _in_window(key, stored, stand, WINDOW)
+        seen = _in_window(key, stored, stand, WINDOW, CHUNKED)
         peak, total, acc = _attend_keys(
             qa, qb, a, b, v, seen, key, tile + KEYS, tree, scale,
             peak, total, acc, WINDOW, SOFTCAP,
@@ -362,8 +364,8 @@ def plan(
     launch(
         plan_kernel, (1,), rows.slots, rows.starts, stands, num_rows, *chunks[:7],
         done.numel(), num_chunks, spare, smallest,
-        WINDOW=heads.window, SPAN=far, APART=apart, BEFORE=False, ROWS=padded_rows(num_rows, 256),
-        BLOCK=1024,
+        WINDOW=heads.window, CHUNKED=heads.is_chunked, SPAN=far, APART=apart, BEFORE=False,
+        ROWS=padded_rows(num_rows, 256), BLOCK=1024,
     )  # fmt: skip
     return VerifyPlan(rows.starts, token_slots, chunks, branches)
 
@@ -389,8 +391,9 @@ def attend(
         *plan.chunks, *(plan.branches or NO_BRANCHES),
         qkv.stride(0), dim, kv.page_table.stride(0), heads.norm_eps, heads.scale,
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
-        WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv.pages.shape[1], SPAN=span,
-        PARTS=parts, TOKENS=tokens, PAIRS=pairs, OWN=padded_rows(span, 16), MERGED=MERGED_PAIRS,
+        WINDOW=heads.window, CHUNKED=heads.is_chunked, SOFTCAP=heads.softcap,
+        PAGE=kv.pages.shape[1], SPAN=span, PARTS=parts, TOKENS=tokens, PAIRS=pairs,
+        OWN=padded_rows(span, 16), MERGED=MERGED_PAIRS,
         BATCH=max(1, min(16, 2048 * warps // (MERGED_PAIRS * width))),
         HALF=padded_rows(dim // 2, 16), WIDTH=width, KEYS=keys, STAGES=stages,
         EARLY=early and plan.branches is None,  # a tree's bits are known too late

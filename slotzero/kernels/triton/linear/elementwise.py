@@ -25,6 +25,12 @@ def _scaled(wide, size, eps, dtype: tl.constexpr):
 
 
 @triton.jit
+def _centred(wide, inside, size):
+    """Subtract the mean of a row; values outside stay 0."""
+    return tl.where(inside, wide - tl.sum(wide, axis=0) / size, 0.0)
+
+
+@triton.jit
 def store_float8(codes, scale_at, value, inside):
     """Store a row as codes in float8 with one scale."""
     wide = value.to(tl.float32)
@@ -36,7 +42,7 @@ def store_float8(codes, scale_at, value, inside):
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm_kernel(
     residual, delta, after, weight, out, squares, codes, scales, rows, size, residual_stride, eps,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -57,13 +63,18 @@ def _add_norm_kernel(
         part_at = delta + part * rows.to(tl.int64) * size + at
         change += tl.load(part_at, mask=inside, other=0.0).to(tl.float32)
     if after is not None:
-        change = _scaled(change.to(dtype).to(tl.float32), size, eps, dtype)
+        change = change.to(dtype).to(tl.float32)
+        if CENTRED:
+            change = _centred(change, inside, size)
+        change = _scaled(change, size, eps, dtype)
         change = (change * by_after).to(dtype).to(tl.float32)
     value += change
     if delta is not None:
         tl.store(residual_at, value.to(dtype), mask=inside)
     if weight is not None:
         value = value.to(dtype).to(tl.float32)
+        if CENTRED:
+            value = _centred(value, inside, size)
         if squares is not None:
             tl.store(squares + row, tl.sum(value * value, axis=0))
         else:
@@ -177,9 +188,9 @@ def load_part(source, norm, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     return value
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, late: bool) -> Normed:
+def norm(x: Tensor, weight: Tensor, eps: float, late: bool, is_centred: bool = False) -> Normed:
     """Apply RMSNorm to x [rows, size]; if late, defer its scale, see Normed."""
-    return add_norm(x, None, ResidualNorms(None, weight, eps), late)
+    return add_norm(x, None, ResidualNorms(None, weight, eps, is_centred), late)
 
 
 def add_norm(
@@ -204,6 +215,7 @@ def add_norm(
     launch(
         _add_norm_kernel, (rows,), residual, delta, norms.post, norms.next, made.x, made.squares,
         *(made.float8 or (None, None)), rows, size, residual.stride(0), norms.eps,
+        CENTRED=norms.is_centred,
         BLOCK=block, PARTS=0 if delta is None else delta.numel() // residual.numel(),
         num_warps=num_warps(block), **overlap(),
     )  # fmt: skip
