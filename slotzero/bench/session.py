@@ -100,7 +100,8 @@ class BenchSession:
     def _state_bytes(self) -> int:
         """Bytes of one row's recurrent states, which are read and written."""
         states = self.engine.worker.states
-        return 0 if states is None else 2 * (states.conv[:, 0].nbytes + states.scan[:, 0].nbytes)
+        parts = () if states is None else states[:2]
+        return 2 * sum(part[:, 0].nbytes for part in parts if part is not None)
 
     def _weight_bytes(self, rows: float) -> int:
         """Return the bytes of the weights that a step reads: without an embedding that is not also

@@ -60,9 +60,8 @@ class Recomputation:
         self._kv = {group.name: self._pages(group.name) for group in worker.decoder.config.groups}
         self._states: States | None = None
         if worker.states is not None:
-            conv, scan = (kept.new_zeros(len(kept), SLOT + 1, *kept.shape[2:])
-                          for kept in worker.states[:2])  # fmt: skip
-            self._states = States(conv, scan)
+            conv, scan = worker.states[:2]
+            self._states = States(_nothing(conv), None if scan is None else _nothing(scan))
 
     def chunks(self) -> Iterator[Disagreement | None]:
         """Recompute the text in chunks of at most one step's tokens, up to the first
@@ -174,3 +173,8 @@ class Recomputation:
 
     def _int32(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._device)
+
+
+def _nothing(states: Tensor) -> Tensor:
+    """Return zeros in the shape of stacked states, for slots up to SLOT."""
+    return states.new_zeros(len(states), SLOT + 1, *states.shape[2:])

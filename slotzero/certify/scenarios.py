@@ -27,7 +27,7 @@ from slotzero.engine.engine import Engine
 from slotzero.graph import GraphKey, Ladder, Runner
 from slotzero.graph.registry import Entry
 from slotzero.kernels.float8_kv import to_codes
-from slotzero.pools.states import SNAPSHOT_ROWS, SNAPSHOTS, STATES
+from slotzero.pools.states import SNAPSHOT_ROWS, SNAPSHOTS, STATES, stored
 from slotzero.runners.passes import COUNTS, SLOTS
 from slotzero.speculative.drafter import FEATURES, SPECULATION_TABLES
 from slotzero.speculative.tree import PARENTS
@@ -57,8 +57,16 @@ def states_of(engine: Engine) -> tuple[str, ...]:
     and snapshots of those."""
     worker = engine.worker
     drafter = () if worker.drafter is None else (FEATURES, *worker.drafter.states)
-    layers = () if worker.states is None else STATES
-    return (*drafter, *layers, *(SNAPSHOTS if engine.limits.num_snapshots else ()))
+    layers = () if worker.states is None else stored(STATES, worker.states)
+    return (*drafter, *layers, *snapshots_of(engine))
+
+
+def snapshots_of(engine: Engine) -> tuple[str, ...]:
+    """Return the tables of snapshots."""
+    states = engine.worker.states
+    if states is None or not engine.limits.num_snapshots:
+        return ()
+    return stored(SNAPSHOTS, states)
 
 
 def bounds_of(engine: Engine) -> Bounds:
@@ -101,7 +109,7 @@ def scenario_for(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scen
         masks = _fill(engine, running, idle)
         for name in _tables_with_accesses(engine):
             masks[name] = _columns(registry.entry(name), running)
-        for name in SNAPSHOTS if engine.limits.num_snapshots else ():
+        for name in snapshots_of(engine):
             masks[name] = _snapshots(registry.entry(name), registry[SNAPSHOT_ROWS], running)
         unused = {name: ~(mask.known | mask.written) for name, mask in masks.items()}
         for entry in registry.entries():

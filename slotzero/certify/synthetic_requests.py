@@ -15,7 +15,7 @@ from slotzero.engine.engine import Engine
 from slotzero.errors import RequestError
 from slotzero.graph import Runner
 from slotzero.pools.pages import KvPool
-from slotzero.pools.states import STATES
+from slotzero.pools.states import STATES, stored
 from slotzero.request import Request
 from slotzero.sampling.params import SamplingParams
 from slotzero.speculative.drafter import (
@@ -153,7 +153,7 @@ class SyntheticRequestBuilder:
         self._states = () if drafter is None else drafter.states
         self._num_turns = 1 if drafter is None else drafter.num_turns
         self._reads_target = reads_target(engine.worker.registry)
-        self._recurs = engine.worker.states is not None
+        self._recurrent = engine.worker.states
 
     def admit(self, count: int) -> SyntheticRequest:
         """Admit one request. `count`: tokens that the step computes for it, for runners without a
@@ -399,7 +399,7 @@ class SyntheticRequestBuilder:
         starts at one, or one or two tokens before it; some start at 0."""
         length, interval = self._length(reach, least), self._engine.limits.snapshot_interval
         room = self._engine.limits.max_model_len - reach - 2
-        if not self._recurs or len(self._dummies.requests) % 2 == 0:
+        if self._recurrent is None or len(self._dummies.requests) % 2 == 0:
             return length
         starts = [0, interval, interval - 1, interval - 2] if interval else [0]
         fitting = [start for start in starts if least <= start <= room]
@@ -414,9 +414,10 @@ class SyntheticRequestBuilder:
     def _states_from(self, start: int, resumes: bool) -> dict[str, Access]:
         """Return the accesses to recurrent states. A row that starts at 0, or resumes from a
         snapshot, does not read the slot's own state."""
-        if not self._recurs:
+        if self._recurrent is None:
             return {}
-        return dict.fromkeys(STATES, WRITTEN if resumes or start == 0 else CHANGED)
+        names = stored(STATES, self._recurrent)
+        return dict.fromkeys(names, WRITTEN if resumes or start == 0 else CHANGED)
 
     def _snapshots(self, start: int, end: int) -> Snapshots | None:
         interval = self._engine.limits.snapshot_interval

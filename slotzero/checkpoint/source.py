@@ -26,6 +26,7 @@ from slotzero.checkpoint.folder import (
     folder_sampling,
 )
 from slotzero.checkpoint.gguf import GgufCheckpoint
+from slotzero.checkpoint.joint_experts import separate_experts
 from slotzero.checkpoint.text_part import text_part
 from slotzero.checkpoint.tiny import PREFIX, tiny_checkpoint
 from slotzero.config import DEFAULT_MODEL, LOAD_FORMATS
@@ -96,7 +97,7 @@ def _open_folder(path: Path, name: str | None, dummy: bool, is_model: bool) -> C
     if is_model:
         _check(folder_config(path))
     if not dummy:
-        return text_part(FolderCheckpoint(path, name))
+        return separate_experts(text_part(FolderCheckpoint(path, name)))
     return DummyCheckpoint(
         folder_config(path),
         name or path.resolve().name,

@@ -16,6 +16,8 @@ class TorchPlan(NamedTuple):
 
     tokens: Tokens
     branches: Branches | None
+    taken: Tensor | None = None
+    """[T, positions] uint8: the keys that an indexer has selected; None: all."""
 
 
 class DecodePlan(NamedTuple):

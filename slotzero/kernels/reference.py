@@ -13,11 +13,13 @@ from slotzero.kernels.attention_plans import TorchPlan
 from slotzero.kernels.float8_kv import from_codes, to_codes, value_scale
 from slotzero.kernels.quantized import dequantise, embed_rows, select_expert, unpack_rows
 from slotzero.kernels.torch_ops import TorchKernels
-from slotzero.kernels.types import Heads, PagedKv, Tokens
+from slotzero.kernels.types import Branches, Heads, PagedKv, Tokens
 from slotzero.kernels.weights import DenseWeight, LinearWeight, QuantizedWeight
 from slotzero.sampling import reference
 from slotzero.sampling.tables import Sampled, SamplingTables
 from slotzero.tree_shape import MAX_PLACES
+
+EVERYTHING = Heads(1, 1, 1, 1, 0.0, 1.0)  # without a window
 
 
 class ReferenceKernels(TorchKernels):
@@ -73,19 +75,35 @@ class ReferenceKernels(TorchKernels):
         plan: TorchPlan,
         heads: Heads,
     ) -> Tensor:
-        (slots, positions), branches = plan
+        (slots, positions), branches, taken = plan
         # One token at a time keeps memory small; the host read is why this is for eager use only.
         parts = [q.new_zeros(heads.num_heads, heads.value_dim)] * len(q)
         for t, position in enumerate(positions.tolist()):
             if slots[t] > 0:
-                if branches is None:
-                    seen = torch.arange(heads.first_key(position), position + 1)
-                else:
-                    base, bits, stands = (int(part[t]) for part in branches)
-                    seen = _branch(position, base, bits, stands, heads)
+                seen = _seen(t, position, branches, heads)
+                if taken is not None:
+                    seen = seen[taken[t, seen].bool()]
                 stored = kv._replace(page_table=kv.page_table[slots[t]])
                 parts[t] = self._attend_one(q[t], sinks, stored, seen.to(q.device), heads)
         return torch.stack(parts)
+
+    def select_keys(
+        self, q: Tensor, weights: Tensor, kv: PagedKv, plan: TorchPlan, top_k: int
+    ) -> Tensor:
+        (slots, positions), branches, _ = plan
+        page_size = kv.pages.shape[1]
+        taken = q.new_zeros(len(q), kv.page_table.shape[1] * page_size, dtype=torch.uint8)
+        for t, position in enumerate(positions.tolist()):
+            if slots[t] == 0:
+                continue
+            seen = _seen(t, position, branches, EVERYTHING).to(q.device)
+            pages = kv.page_table[slots[t], seen // page_size]
+            keys = kv.pages[pages, seen % page_size, 0, : q.shape[-1]].float()
+            scores = torch.relu(q[t].float() @ keys.T)  # [heads, context]
+            score = (weights[t].float()[:, None] * scores).sum(0)
+            best = score.argsort(descending=True, stable=True)[:top_k]
+            taken[t, seen[best]] = 1
+        return taken
 
     def _attend_one(
         self,
@@ -124,6 +142,14 @@ class ReferenceKernels(TorchKernels):
         chosen = reference.sample(logits.float(), slots, positions, tables)
         for target, values in zip(out, chosen, strict=True):
             target.copy_(values)
+
+
+def _seen(t: int, position: int, branches: Branches | None, heads: Heads) -> Tensor:
+    """Return the positions that a token sees."""
+    if branches is None:
+        return torch.arange(heads.first_key(position), position + 1)
+    base, bits, stands = (int(part[t]) for part in branches)
+    return _branch(position, base, bits, stands, heads)
 
 
 def _branch(place: int, base: int, seen: int, position: int, heads: Heads) -> Tensor:

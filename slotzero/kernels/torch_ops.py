@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slotzero.errors import UnsupportedModelError
 from slotzero.kernels import quantized
 from slotzero.kernels.attention_plans import AttentionPlan, TorchPlan
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.torch_recurrent import TorchRecurrent
+from slotzero.kernels.torch_rotation import index_sides, rotate
 from slotzero.kernels.torch_speculation import TorchSpeculation
 from slotzero.kernels.types import (
     Activation,
@@ -25,6 +27,7 @@ from slotzero.kernels.types import (
     Experts,
     ExpertWeights,
     Heads,
+    IndexInputs,
     MlaWeights,
     Normed,
     PagedKv,
@@ -132,8 +135,21 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         """Attend to the KV cache -> [T, heads, value_dim].
 
         Each token attends to its own position and those before it, the last `window` of them, those
-        of its chunk, or those of its branch; slot 0 gets zeros.
+        of its chunk, those of its branch, or those that the plan's `taken` selects; slot 0 gets
+        zeros.
         """
+
+    @abstractmethod
+    def select_keys(
+        self,
+        q: Tensor,  # [T, heads, dim]
+        weights: Tensor,  # [T, heads]
+        kv: PagedKv,  # rows begin with an index key [dim]
+        plan: TorchPlan,
+        top_k: int,
+    ) -> Tensor:
+        """Select the keys with the largest sums over heads of weight * relu(q k) among those that a
+        token sees -> [T, positions] uint8: 1 if selected."""
 
     def prepare(self, rehearse: Callable[[], None]) -> None:
         """Do nothing: no operation of this set is compiled at its first use."""
@@ -143,7 +159,12 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         return True
 
     def refuse(self, heads: Heads, float8_kv: bool = False) -> None:
-        """Do nothing: every shape is supported."""
+        """Refuse an FP8 KV cache with an indexer; every other shape is supported."""
+        if float8_kv and heads.mla is not None and heads.mla.index is not None:
+            raise UnsupportedModelError(
+                "--kv-cache-dtype fp8 is not implemented for a model with an indexer (index_topk): "
+                "drop it"
+            )
 
     def workspace(self) -> Mapping[str, Tensor]:
         return {}
@@ -334,7 +355,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         chosen = wanted.topk(shape.top_k, dim=-1).indices
         by_expert = scores.gather(1, chosen)
         if shape.is_normed:
-            by_expert = by_expert / (ordered_sum(by_expert, 1)[:, None] + 1e-20)
+            by_expert = by_expert / (ordered_sum(by_expert, 1)[:, None] + shape.norm_eps)
         return by_expert * shape.factor, chosen
 
     def mla_attention(
@@ -346,6 +367,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         kv: PagedKv,
         plan: AttentionPlan,
         heads: Heads,
+        index: IndexInputs | None = None,
     ) -> Tensor:
         assert heads.mla is not None and isinstance(plan, TorchPlan)
         nope_dim, rope_dim = heads.mla.nope_dim, heads.mla.rope_dim
@@ -354,9 +376,18 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         k_rope, latent = k[:, None, :rope_dim], k[:, None, rope_dim:]
         latent = self.rms_norm(latent, weights.k_norm, heads.norm_eps)
         row = torch.cat((rotate(k_rope, *angles), latent), dim=-1)
-        self.store_kv(row, row[..., :0], kv, plan.tokens)
         absorbed = self.per_head_product(q_nope, weights.up_k, transposed=False)
         q = torch.cat((rotate(q_rope, *angles), absorbed), dim=-1)
+        shape = heads.mla.index
+        if shape is None or index is None:
+            self.store_kv(row, row[..., :0], kv, plan.tokens)
+        else:
+            index_q, index_k = index_sides(index, shape, angles, rope_dim)
+            row = torch.cat((index_k, row), dim=-1)
+            self.store_kv(row, row[..., :0], kv, plan.tokens)
+            taken = self.select_keys(index_q, index.weights.contiguous(), kv, plan, shape.top_k)
+            plan = plan._replace(taken=taken)
+            q = torch.cat((torch.zeros_like(q[..., : shape.head_dim]), q), dim=-1)
         latents = self.attend(q, None, kv, plan, heads)
         return self.per_head_product(latents, weights.up_v, transposed=True).flatten(1)
 
@@ -375,12 +406,6 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         kept = tokens[slots, new_length]
         tokens.index_put_((slots, new_length), torch.where(samples, sampled, kept))
         length.index_put_((slots,), new_length)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to x [T, heads, head_dim]: pairs are (i, i + head_dim / 2); float32 arithmetic."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def ordered_sum(x: Tensor, axis: int) -> Tensor:

@@ -6,7 +6,7 @@ prompt, among drafts and alone. The host reads no value.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,12 +41,17 @@ class TorchRecurrent(RecurrentKernels):
         step: RecurrentStep,
         shape: Scan,
     ) -> Tensor:
+        gates = None
+        if shape.kind == "conv":
+            own, gates, values = x.chunk(3, dim=1)
+            x, gates = own * values, gates.float()
+
         def advance(inputs: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
             seen = torch.cat((inputs, x[at][:, :, None].float()), dim=-1)
             summed = (seen * weight.float()).sum(-1)
             if bias is not None:
                 summed = summed + bias.float()
-            return seen[:, :, 1:], F.silu(summed)
+            return seen[:, :, 1:], F.silu(summed) if gates is None else gates[at] * summed
 
         states, trail = step.states, step.trail
         into = None if trail is None else trail.conv
@@ -65,9 +70,9 @@ class TorchRecurrent(RecurrentKernels):
         dt = F.softplus(gates.float() + weights.dt_bias.float())
         if shape.kind == "mamba":
             dt = dt.clamp(*shape.dt_limit)
-        decay = torch.exp(-torch.exp(weights.a_log.float()) * dt)[
-            :, :, None, None
-        ]  # [T, heads, 1, 1]
+        dt = dt.view(len(dt), shape.num_heads, -1)
+        rate = torch.exp(weights.a_log.float())[:, None]
+        decay = torch.exp(-rate * dt)[:, :, None]  # [T, heads, 1, 1], or kda: [T, heads, 1, state]
         first, second, third = torch.split(mixed.float(), [*shape.sizes], dim=-1)
 
         def of_heads(keys: Tensor) -> Tensor:
@@ -82,7 +87,7 @@ class TorchRecurrent(RecurrentKernels):
                 of_heads(queries),
                 weights.d.float()[:, None] * values,
             )
-            added = (dt[:, :, None] * values)[..., None] * keys[:, :, None]
+            added = (dt * values)[..., None] * keys[:, :, None]
 
             def advance(h: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
                 h = h * decay[at] + added[at]
@@ -99,6 +104,7 @@ class TorchRecurrent(RecurrentKernels):
                 return h, (h * queries[at][:, :, None]).sum(-1)
 
         states, trail = step.states, step.trail
+        assert states.scan is not None
         into = None if trail is None else trail.scan
         tables = _Tables(states.scan, states.scan_kept, states.rows, into)
         out = _scan_tokens(advance, step, tables, shape)
@@ -112,15 +118,16 @@ class TorchRecurrent(RecurrentKernels):
         eps: float,
         group_size: int,
         gates_first: bool,
+        activation: Literal["silu", "sigmoid"] = "silu",
     ) -> Tensor:
         gates, wide = gates.float(), x.float()
         if weight is None:
-            return self.gate(gates, wide, "silu").to(x.dtype)
+            return self.gate(gates, wide, activation).to(x.dtype)
         if gates_first:
-            wide = self.gate(gates, wide, "silu")
+            wide = self.gate(gates, wide, activation)
         groups = self.rms_norm(wide.view(len(x), -1, group_size), None, eps)
         wide = (groups * weight.float().view(-1, group_size)).view_as(wide)
-        return (wide if gates_first else self.gate(gates, wide, "silu")).to(x.dtype)
+        return (wide if gates_first else self.gate(gates, wide, activation)).to(x.dtype)
 
     def commit_trail(
         self,
@@ -135,8 +142,9 @@ class TorchRecurrent(RecurrentKernels):
         is_confirmed = (slots > 0) & (num_confirmed > 0)
         last = (num_confirmed - 1).clamp_min(0)
         for table, left in ((states.conv, trail.conv), (states.scan, trail.scan)):
-            put(table.transpose(0, 1), (slots * is_confirmed,), left[row, last], is_confirmed)
-        if states.rows is None or states.conv_kept is None or states.scan_kept is None:
+            if table is not None and left is not None:
+                put(table.transpose(0, 1), (slots * is_confirmed,), left[row, last], is_confirmed)
+        if states.rows is None:
             return
         start, width = length[slots] - num_confirmed, trail.conv.shape[1]
         for i in range(width):
@@ -144,7 +152,8 @@ class TorchRecurrent(RecurrentKernels):
                 states.rows, slots, start + i, shape, is_confirmed & (i < num_confirmed)
             )
             for kept, left in ((states.conv_kept, trail.conv), (states.scan_kept, trail.scan)):
-                put(kept.transpose(0, 1), (target,), left[:, i], target > 0)
+                if kept is not None and left is not None:
+                    put(kept.transpose(0, 1), (target,), left[:, i], target > 0)
 
 
 class _Tables(NamedTuple):

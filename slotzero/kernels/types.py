@@ -78,6 +78,16 @@ class Angles(NamedTuple):
 
 
 @dataclass(frozen=True)
+class IndexShape:
+    """The shape of an indexer (DeepSeek-V3.2): a token attends to the `top_k` keys that it scores
+    best. The score of a key is the weighted sum over heads of relu(q k)."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+
+
+@dataclass(frozen=True)
 class MlaShape:
     """The shape of multi-head latent attention (MLA), in which all heads share one row per token.
 
@@ -89,6 +99,13 @@ class MlaShape:
     nope_dim: int  # part of each query head that is not rotated
     rope_dim: int
     v_head_dim: int  # output size of each head
+    index: IndexShape | None = None
+    """Sparse attention: the indexer that selects keys. Rows begin with the key of the indexer."""
+
+    @property
+    def index_dim(self) -> int:
+        """Return the size of the indexer's part of a row."""
+        return 0 if self.index is None else self.index.head_dim
 
 
 @dataclass(frozen=True)
@@ -118,12 +135,13 @@ class Heads:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Return the sizes of q, k and v in a qkv row; with MLA, k is the stored row and v is 0."""
+        """Return the sizes of q, k and v in a qkv row; with MLA, k is the stored row (without an
+        index key) and v is 0."""
         if not self.stores:
             return self.num_heads * self.head_dim, 0, 0
         if self.mla is not None:
             q = self.num_heads * (self.mla.nope_dim + self.mla.rope_dim)
-            return q, self.head_dim, 0
+            return q, self.head_dim - self.mla.index_dim, 0
         kv = self.num_kv_heads
         return self.num_heads * self.head_dim, kv * self.head_dim, kv * self.value_dim
 
@@ -164,6 +182,16 @@ class QkNorms(NamedTuple):
 
     q: Tensor | None
     k: Tensor | None
+
+
+class IndexInputs(NamedTuple):
+    """Inputs of an indexer."""
+
+    q: Tensor  # [T, heads * head_dim], before RoPE
+    k: Tensor  # [T, head_dim], before norm and RoPE
+    weights: Tensor  # [T, heads]
+    norm: Tensor  # [head_dim], of the LayerNorm of k
+    bias: Tensor  # [head_dim]
 
 
 class MlaWeights(NamedTuple):
@@ -221,6 +249,7 @@ class Experts:
     """Add a learned correction per expert to the scores, for the selection only."""
     is_normed: bool = False
     """Divide the weights of the selected experts by their sum."""
+    norm_eps: float = 1e-20  # added to the sum
     scales_input: bool = False
     """Multiply the input of a token's only expert by its weight, instead of the result."""
     factor: float = 1.0

@@ -18,9 +18,14 @@ from slotzero.kernels.types import Rows, Tokens
 
 @dataclass(frozen=True)
 class Scan:
-    """The shape of a recurrent mixer: a short convolution, and a state that every token updates."""
+    """The shape of a recurrent mixer: a short convolution, and a state that every token updates.
 
-    kind: Literal["mamba", "delta"]
+    A mixer of kind `conv` has the convolution only, between gates: its channels are heads of size
+    1, and it has no groups.
+    """
+
+    kind: Literal["mamba", "delta", "kda", "conv"]
+    """kda: a delta rule in which each dimension of a key decays by its own gate."""
     num_heads: int
     head_dim: int  # size of a head's values
     num_groups: int
@@ -33,6 +38,15 @@ class Scan:
     """Take a snapshot after every `interval` tokens of a text; 0: take none."""
 
     @property
+    def is_delta(self) -> bool:
+        return self.kind in ("delta", "kda")
+
+    @property
+    def num_gates(self) -> int:
+        """Number of gates of a token, from which its decays are computed."""
+        return self.num_heads * (self.state_size if self.kind == "kda" else 1)
+
+    @property
     def inner_size(self) -> int:
         return self.num_heads * self.head_dim
 
@@ -40,9 +54,9 @@ class Scan:
     def sizes(self) -> tuple[int, int, int]:
         """Return the sizes of a token's inputs: x, B and C of mamba; q, k and v of a delta rule."""
         keys = self.num_groups * self.state_size
-        if self.kind == "mamba":
-            return self.inner_size, keys, keys
-        return keys, keys, self.inner_size
+        if self.is_delta:
+            return keys, keys, self.inner_size
+        return self.inner_size, keys, keys
 
     @property
     def channels(self) -> int:
@@ -56,6 +70,10 @@ class Scan:
     def scan_shape(self) -> tuple[int, int, int]:
         return self.num_heads, self.head_dim, self.state_size
 
+    @property
+    def has_scan(self) -> bool:
+        return self.kind != "conv"
+
     def every(self, interval: int) -> "Scan":
         return replace(self, interval=interval)
 
@@ -64,7 +82,7 @@ class States(NamedTuple):
     """States of one layer; stacked, of all layers, with an axis of layers before the others."""
 
     conv: Tensor  # [slots + 1, channels, conv_width - 1]: the last inputs, the newest last
-    scan: Tensor  # [slots + 1, heads, head_dim, state_size]
+    scan: Tensor | None  # [slots + 1, heads, head_dim, state_size]; None: the mixer has no scan
     conv_kept: Tensor | None = None  # [snapshots + 1, channels, conv_width - 1]
     scan_kept: Tensor | None = None  # [snapshots + 1, heads, head_dim, state_size]
     rows: Tensor | None = None
@@ -80,7 +98,7 @@ class Trail(NamedTuple):
     """
 
     conv: Tensor  # [R, W, channels, conv_width - 1]
-    scan: Tensor  # [R, W, heads, head_dim, state_size]
+    scan: Tensor | None  # [R, W, heads, head_dim, state_size]
 
 
 class RecurrentStep(NamedTuple):
@@ -100,5 +118,5 @@ class ScanWeights(NamedTuple):
     """Weights of a scan, [heads] float32 each."""
 
     a_log: Tensor
-    dt_bias: Tensor
+    dt_bias: Tensor  # kda: [heads * state_size]
     d: Tensor | None  # mamba only

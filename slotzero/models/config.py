@@ -14,7 +14,7 @@ from slotzero.models.blocks.attention import Attention, KvGroup
 from slotzero.models.blocks.layer_input import LayerEmbedding
 from slotzero.models.blocks.mla import MlaAttention
 from slotzero.models.blocks.parallel import ParallelMixers
-from slotzero.models.blocks.recurrent import RecurrentMixer
+from slotzero.models.blocks.recurrent import RecurrentBlock
 from slotzero.models.layer import DecoderLayer
 from slotzero.quantization.quantization import NOT_QUANTIZED, Quantization
 
@@ -57,6 +57,8 @@ class MtpConfig:
     num_layers: int
     layer: DecoderLayer
     names: MtpNames = MTP_NAMES
+    chains_normed: bool = False
+    """Whether the next draft continues from hidden states under the last norm."""
 
     @property
     def group(self) -> KvGroup:
@@ -67,7 +69,7 @@ class MtpConfig:
 class RecurrentLayers(NamedTuple):
     """The recurrent layers of a model. Their mixers all have the same config."""
 
-    mixer: RecurrentMixer
+    mixer: RecurrentBlock
     layers: tuple[int, ...]
 
     def index_of(self, layer: int) -> int:
@@ -136,7 +138,7 @@ class ModelConfig:
 
         def change(layer: DecoderLayer) -> DecoderLayer:
             match layer.mixer:
-                case RecurrentMixer():
+                case RecurrentBlock():
                     return replace(layer, mixer=layer.mixer.with_snapshots(interval))
                 case ParallelMixers(recurrent=recurrent):
                     recurrent = recurrent.with_snapshots(interval)

@@ -30,7 +30,7 @@ from slotzero.models.blocks.block import BlockContext
 from slotzero.models.blocks.mla import MlaAttention
 from slotzero.models.blocks.moe import MoeInputs
 from slotzero.models.blocks.parallel import ParallelInputs, ParallelMixers
-from slotzero.models.blocks.recurrent import RecurrentMixer
+from slotzero.models.blocks.recurrent import RecurrentBlock
 from slotzero.models.config import ModelConfig
 from slotzero.models.layer import LayerForward, LayerStep, MixerInputs
 from slotzero.models.rope import query_angles, speeds
@@ -62,13 +62,14 @@ class LayerMemory(NamedTuple):
         """Return the states of the `index`th recurrent layer."""
         assert self.states is not None
         states = self.states
-        states = states._replace(conv=states.conv[index], scan=states.scan[index])
-        if states.conv_kept is not None and states.scan_kept is not None:
-            kept = states.conv_kept[index], states.scan_kept[index]
-            states = states._replace(conv_kept=kept[0], scan_kept=kept[1])
+        conv, *parts = states[:4]
+        scan, conv_kept, scan_kept = (part if part is None else part[index] for part in parts)
+        states = States(conv[index], scan, conv_kept, scan_kept, states.rows)
         if self.trail is None:
             return states, None
-        return states, Trail(*(part[:, :, index] for part in self.trail))
+        conv, scan = self.trail
+        scan = None if scan is None else scan[:, :, index]
+        return states, Trail(conv[:, :, index], scan)
 
 
 class GroupStep(NamedTuple):
@@ -225,7 +226,7 @@ class Decoder:
         match self.config.layers[i].mixer:
             case Attention(group=group) | MlaAttention(group=group):
                 return attention(group)
-            case RecurrentMixer():
+            case RecurrentBlock():
                 return recurrent()
             case ParallelMixers(attention=mixer):
                 return ParallelInputs(attention(mixer.group), recurrent())

@@ -20,6 +20,7 @@ from slotzero.models.blocks.attention import (
 )
 from slotzero.models.blocks.block import Block, BlockContext
 from slotzero.models.blocks.dense_mlp import DenseMlp, DenseMlpWeights
+from slotzero.models.blocks.kda import KdaMixer, KdaWeights
 from slotzero.models.blocks.layer_input import LayerInputMixer, LayerInputWeights
 from slotzero.models.blocks.mla import MlaAttention, MlaAttentionWeights
 from slotzero.models.blocks.moe import MoeInputs, MoeMlp
@@ -30,12 +31,20 @@ from slotzero.models.blocks.moe_shared import (
     MoeWithSharedWeights,
 )
 from slotzero.models.blocks.parallel import ParallelInputs, ParallelMixers, ParallelWeights
-from slotzero.models.blocks.recurrent import RecurrentMixer, RecurrentWeights
+from slotzero.models.blocks.recurrent import RecurrentBlock, RecurrentMixer, RecurrentWeights
+from slotzero.models.blocks.short_conv import ShortConv, ShortConvWeights
 from slotzero.models.param import Param, Params, Source, norm
 
-Mixer = Attention | MlaAttention | RecurrentMixer | ParallelMixers
+Mixer = Attention | MlaAttention | RecurrentMixer | KdaMixer | ShortConv | ParallelMixers
 MixerInputs = AttentionInputs | RecurrentStep | ParallelInputs
-MixerWeights = AttentionWeights | MlaAttentionWeights | RecurrentWeights | ParallelWeights
+MixerWeights = (
+    AttentionWeights
+    | MlaAttentionWeights
+    | RecurrentWeights
+    | KdaWeights
+    | ShortConvWeights
+    | ParallelWeights
+)
 Mlp = DenseMlp | MoeMlp | MoeWithSharedMlp | MoeBesideMlp
 MlpWeights = DenseMlpWeights | ExpertWeights | MoeWithSharedWeights | MoeBesideMlpWeights
 
@@ -140,9 +149,9 @@ class DecoderLayer:
         return None
 
     @property
-    def recurrent(self) -> RecurrentMixer | None:
+    def recurrent(self) -> RecurrentBlock | None:
         match self.mixer:
-            case RecurrentMixer():
+            case RecurrentBlock():
                 return self.mixer
             case ParallelMixers():
                 return self.mixer.recurrent

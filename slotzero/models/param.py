@@ -28,7 +28,8 @@ class Source:
     column_scales: Sequence[float] | None = None
     whole: int | None = None
     first: int = 0
-    is_one_row: bool = False  # a vector that is stored as a matrix with one row
+    ones: tuple[int, int] = (0, 0)
+    """Numbers of axes of size 1 that are stored before and after the others."""
 
     @property
     def num_taken(self) -> int:
@@ -155,8 +156,8 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = tuple(span.whole for span in self.spans)
-        return (1, *shape) if self.source.is_one_row else shape
+        before, after = self.source.ones
+        return (1,) * before + tuple(span.whole for span in self.spans) + (1,) * after
 
     @property
     def module(self) -> str:

@@ -120,15 +120,16 @@ def _read_plain(one: Stored, checkpoint: Checkpoint, quantization: Quantization)
     """Read a source as plain numbers, with rows before columns; unpack it if it is quantised."""
     if one.is_matrix and quantization.tensors(one.module) is not None:
         return quantization.read_dense(checkpoint, one.module, *one.part)
-    row = (slice(None),) if one.source.is_one_row else ()
-    part, whole = checkpoint.read_part(one.name, *row, *(span.slice for span in one.spans))
+    before, after = ((slice(None),) * num for num in one.source.ones)
+    wanted = *before, *(span.slice for span in one.spans), *after
+    part, whole = checkpoint.read_part(one.name, *wanted)
     if tuple(whole) != one.shape:
         raise CorruptCheckpointError(
             f"{checkpoint.name}: tensor {one.name} has shape {list(whole)}, but by its config it "
             f"must have shape {list(one.shape)}"
         )
     check_plain(checkpoint.name, one.name, part)
-    part = part.squeeze(0) if one.source.is_one_row else part
+    part = part.reshape(part.shape[len(before) : part.dim() - len(after)])
     return part.transpose(1, 2) if one.is_joint and one.is_transposed and one.is_matrix else part
 
 

@@ -5,6 +5,7 @@ ledger.py), and a table has the snapshot rows of each slot. Row 0 is always zero
 This module knows shapes, but not tokens or weights.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -25,6 +26,8 @@ TRAILS = (CONV_TRAIL, SCAN_TRAIL)
 SNAPSHOT_SHARE = 0.25  # fraction of the memory for KV and snapshots
 MAX_SNAPSHOTS = 4  # per request, in addition to those that a step takes
 
+_Kind = tuple[Sequence[int], torch.dtype]
+
 
 @dataclass(frozen=True)
 class StateShape:
@@ -38,8 +41,10 @@ class StateShape:
     @property
     def num_bytes(self) -> int:
         """Bytes of one row."""
-        conv = prod(self.scan.conv_shape) * self.conv_dtype.itemsize
-        return self.num_layers * (conv + prod(self.scan.scan_shape) * self.scan_dtype.itemsize)
+        size = prod(self.scan.conv_shape) * self.conv_dtype.itemsize
+        if self.scan.has_scan:
+            size += prod(self.scan.scan_shape) * self.scan_dtype.itemsize
+        return self.num_layers * size
 
     def reserve(self, num_slots: int, max_width: int, budget: int) -> int:
         """Return the rest of a budget after the states of all slots and their drafts."""
@@ -76,9 +81,15 @@ class StateShape:
         None without snapshots.
         """
 
-        def table(name: str, num_rows: int, conv: bool, through: str = "") -> torch.Tensor:
-            shape = self.scan.conv_shape if conv else self.scan.scan_shape
-            dtype = self.conv_dtype if conv else self.scan_dtype
+        def tables(
+            names: tuple[str, str], num_rows: int, through: str = ""
+        ) -> list[torch.Tensor | None]:
+            kinds = zip(names, self._kinds(), strict=True)
+            return [kind and table(name, num_rows, *kind, through) for name, kind in kinds]
+
+        def table(
+            name: str, num_rows: int, shape: Sequence[int], dtype: torch.dtype, through: str
+        ) -> torch.Tensor:
             size = self.num_layers, num_rows, *shape
             try:
                 states = torch.zeros(size, dtype=dtype, device=registry.device)
@@ -88,28 +99,32 @@ class StateShape:
                 ) from error
             return registry.table(name, states, axis=1, through=through)
 
-        states = States(
-            table(CONV_STATE, num_slots + 1, conv=True),
-            table(SCAN_STATE, num_slots + 1, conv=False),
-        )
+        conv, scan = tables(STATES, num_slots + 1)
+        assert conv is not None
         if rows is None:
-            return states
-        return states._replace(
-            conv_kept=table(CONV_KEPT, num_snapshots, conv=True, through=SNAPSHOT_ROWS),
-            scan_kept=table(SCAN_KEPT, num_snapshots, conv=False, through=SNAPSHOT_ROWS),
-            rows=rows,
-        )
+            return States(conv, scan)
+        conv_kept, scan_kept = tables(SNAPSHOTS, num_snapshots, SNAPSHOT_ROWS)
+        return States(conv, scan, conv_kept, scan_kept, rows)
 
     def trail(self, registry: Registry, num_tokens: int) -> Trail:
         """Allocate the states after each draft token: [tokens, layers, ...] each."""
-        conv, scan = (
-            registry.output(name, (num_tokens, self.num_layers, *shape), dtype, per="token")
-            for name, shape, dtype in (
-                (CONV_TRAIL, self.scan.conv_shape, self.conv_dtype),
-                (SCAN_TRAIL, self.scan.scan_shape, self.scan_dtype),
-            )
-        )
-        return Trail(conv, scan)
+
+        def output(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            size = num_tokens, self.num_layers, *shape
+            return registry.output(name, size, dtype, per="token")
+
+        of_conv, of_scan = self._kinds()
+        return Trail(output(CONV_TRAIL, *of_conv), of_scan and output(SCAN_TRAIL, *of_scan))
+
+    def _kinds(self) -> tuple[_Kind, _Kind | None]:
+        """Return shape and dtype of the convolution's states, and of the scan's if it exists."""
+        conv, scan = self.scan.conv_shape, self.scan.scan_shape
+        return (conv, self.conv_dtype), (scan, self.scan_dtype) if self.scan.has_scan else None
+
+
+def stored(names: tuple[str, str], states: States) -> tuple[str, ...]:
+    """Return the names of those tensors that exist: a model may have no scan."""
+    return names if states.scan is not None else names[:1]
 
 
 def snapshot_tables(interval: int, max_len: int) -> tuple[TableSpec, ...]:

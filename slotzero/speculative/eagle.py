@@ -108,7 +108,9 @@ class EagleDrafter(LogitsDrafter):
     def first(self, tokens: Tokens, pieces: Pieces) -> Prediction:
         """Predict from the newest pair, which `extend` has computed."""
         hidden = self.kernels.load_features(tokens.slots, self._hidden[0][:, None])
-        normed = self.kernels.norm(hidden, self._layers[0].norm, self._config.norm_eps)
+        normed = Normed(hidden)
+        if not self._config.chains_normed:
+            normed = self.kernels.norm(hidden, self._layers[0].norm, self._config.norm_eps)
         return Prediction(hidden, self._logits(0, normed, tokens.slots))
 
     def next(
@@ -133,7 +135,7 @@ class EagleDrafter(LogitsDrafter):
         branches: Branches | None = None,
     ) -> tuple[Tensor, Normed]:
         """Run a layer over pairs of the token after each of these and a hidden state [T, hidden];
-        return its hidden states, plain and under the last norm."""
+        return its hidden states, as the next pairs use them and under the last norm."""
         config, weights, kernels = self._config, self._layers[layer], self.kernels
         eps, rope = config.norm_eps, config.group.rope
         after = self.tables.tokens[:, 1 + layer :]  # by the pair's location
@@ -152,6 +154,9 @@ class EagleDrafter(LogitsDrafter):
         made: tuple[Tensor, Normed] = pieces(
             self._forward_layer.run, step, weights.layer, weights.norm
         )
+        if config.chains_normed:
+            hidden = kernels.apply_norm(made[1])
+            return hidden, Normed(hidden)
         return made
 
     def _logits(self, layer: int, normed: Normed, slots: Tensor) -> Tensor:

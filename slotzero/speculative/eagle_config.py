@@ -35,6 +35,8 @@ class EagleConfig:
     norm_eps: float
     vocab_size: int  # of the target
     draft_vocab: int
+    chains_normed: bool = False
+    """Whether the next draft continues from hidden states under the last norm."""
 
     def __post_init__(self) -> None:
         if len(set(self.taps)) < len(self.taps):  # of equal taps only the last would be written

@@ -34,6 +34,7 @@ def mtp_config(target: ModelConfig) -> EagleConfig:
         norm_eps=target.norm_eps,
         vocab_size=target.vocab_size,
         draft_vocab=target.vocab_size,
+        chains_normed=target.mtp.chains_normed,
     )
 
 

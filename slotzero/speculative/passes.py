@@ -24,7 +24,7 @@ from slotzero.kernels.types import PagedKv, Tokens
 from slotzero.kernels.types_recurrent import States, Trail
 from slotzero.kernels.types_speculation import DraftTables
 from slotzero.models.decoder import Decoder, DecoderBatch
-from slotzero.pools.states import SNAPSHOTS, STATES, TRAILS
+from slotzero.pools.states import SNAPSHOTS, STATES, TRAILS, stored
 from slotzero.runners.passes import LOGITS, SLOTS, DrafterInputs, views_of
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled
@@ -111,9 +111,10 @@ class SpeculativePasses:
             chosen |= {f"kv_{name}": PATH for name in self._groups}
         writes = (*PLACES, *self.results, VERIFY_LOGITS, *self._decoder.writes)
         if self._states is not None:
-            writes += TRAILS
-            kept = SNAPSHOTS if self._states.rows is not None else ()
-            chosen |= dict.fromkeys((*STATES, *kept), NUM_CONFIRMED)
+            states = self._states
+            writes += stored(TRAILS, states)
+            kept = stored(SNAPSHOTS, states) if states.rows is not None else ()
+            chosen |= dict.fromkeys((*stored(STATES, states), *kept), NUM_CONFIRMED)
         return RunnerSpec(
             f"{VERIFY}-{width}", rows, None, (SLOTS,), self._verify, writes, width, chosen
         )
@@ -185,8 +186,12 @@ class SpeculativePasses:
         """Return the trail for rows with this many tokens each."""
         if self._trail is None:
             return None
-        shape = key.rows, key.width
-        return Trail(*(part[: key.tokens].view(*shape, *part.shape[1:]) for part in self._trail))
+
+        def rows_of(part: Tensor) -> Tensor:
+            return part[: key.tokens].view(key.rows, key.width, *part.shape[1:])
+
+        conv, scan = self._trail
+        return Trail(rows_of(conv), None if scan is None else rows_of(scan))
 
     def _ahead(self, width: int) -> int:
         return places_ahead(width, None if self._trees is None else self._trees.shape)

@@ -33,6 +33,8 @@ EVEN = {  # changes to families whose heads two ranks cannot share
     "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 2},
     "deepseek-v3": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "qwen3-next": {"linear_num_key_heads": 2},
+    "qwen3.5": {"linear_num_key_heads": 2},
+    "kimi-linear": {"linear_num_heads": 4},
     "granite-hybrid": {"mamba_n_groups": 1},  # each rank has a copy
     "nemotron-h": {"n_groups": 2},
 }

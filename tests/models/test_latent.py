@@ -17,7 +17,7 @@ from slotzero.models.families.family import parse_config
 
 pytestmark = pytest.mark.slow
 
-FAMILY = ("deepseek-v2", "deepseek-v3")
+FAMILY = ("deepseek-v2", "deepseek-v3", "deepseek-v3.2")
 
 
 def expect_equal(traced: Traced, oracle, prompts, num_tokens=64):
@@ -51,7 +51,7 @@ def test_chunked_cached_and_preempted(oracles, family):
 
 def page_bytes(path: str) -> int:
     config = json.loads((Path(path) / "config.json").read_text())
-    row = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    row = config["kv_lora_rank"] + config["qk_rope_head_dim"] + config.get("index_head_dim", 0)
     return config["num_hidden_layers"] * 16 * row * 4
 
 
@@ -205,7 +205,11 @@ def test_mtp_layers_change_no_token(with_layers_ahead, num, settings):
 
 @pytest.mark.parametrize(
     ("model", "assistant"),
-    [("tiny:deepseek-v3", None), ("tiny:gemma4", "tiny:gemma4-assistant")],
+    [
+        ("tiny:deepseek-v3", None),
+        ("tiny:deepseek-v3.2", None),
+        ("tiny:gemma4", "tiny:gemma4-assistant"),
+    ],
 )
 def test_sampled_answers_are_the_same(model, assistant):
     """With equal seeds every token is the same, so the distribution is the same."""
@@ -254,6 +258,10 @@ def test_unsupported_settings_of_mtp_are_refused_by_name(with_layers_ahead, orac
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
         ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
+        ("deepseek-v3.2", {"q_lora_rank": None}, "q_lora_rank is missing"),
+        ("deepseek-v3.2", {"index_topk": 0}, "index_topk=0"),
+        ("deepseek-v3.2", {"index_head_dim": 4}, "index_head_dim=4"),
+        ("deepseek-v3.2", {"layer_types": ["full_attention"] * 3}, "indexed_attention"),
         ("llama", {"kv_lora_rank": 16}, "kv_lora_rank=16"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 ROPE = {"rope_theta": 10000.0}
 
@@ -20,6 +21,8 @@ class Family:
     config: dict[str, Any] = field(default_factory=dict)
     causal: str = ""
     """Name of the model class, if it does not follow from the config class."""
+    stored: dict[str, str] = field(default_factory=dict)
+    """Parts of names in published checkpoints, by what transformers stores instead."""
     query_norm: float = 1.0
     """Scale of the query norm's weights. It is small where the scores are not divided by the head
     size, since large scores would hide rounding differences."""
@@ -275,6 +278,27 @@ FAMILIES = {
             },
         },
     ),
+    "deepseek-v3.2": Family(
+        "DeepseekV32",
+        {
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "kv_lora_rank": 40,
+            "q_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 40,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "index_n_heads": 16,  # few keys have equal scores, relu(...) = 0 for every head
+            "index_head_dim": 20,
+            "index_topk": 12,
+        },
+    ),
     "qwen3-next": Family(
         "Qwen3Next",
         {
@@ -293,6 +317,113 @@ FAMILIES = {
             "mlp_only_layers": [2],
             "max_position_embeddings": 512,
             "initializer_range": 0.08,
+        },
+    ),
+    "qwen3.5": Family(
+        "Qwen3_5Text",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "layer_types": _kinds("rfr"),
+            "linear_num_value_heads": 6,
+            "linear_num_key_heads": 3,
+            "linear_value_head_dim": 12,
+            "linear_key_head_dim": 8,
+            "linear_conv_kernel_dim": 4,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.08,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "default",
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+        causal="Qwen3_5",
+    ),
+    "qwen3.5-moe": Family(
+        "Qwen3_5MoeText",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "layer_types": _kinds("rfr"),
+            "linear_num_value_heads": 8,
+            "linear_num_key_heads": 4,
+            "linear_value_head_dim": 8,
+            "linear_key_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 24,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.08,
+        },
+        causal="Qwen3_5Moe",
+    ),
+    "lfm2": Family(
+        "Lfm2",
+        {
+            "hidden_size": 48,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "intermediate_size": 160,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.1,
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "max_position_embeddings": 512,
+        },
+    ),
+    "lfm2-moe": Family(
+        "Lfm2Moe",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+            "max_position_embeddings": 512,
+        },
+    ),
+    "kimi-linear": Family(
+        "KimiLinear",
+        {
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "layer_types": _kinds("rfr"),
+            "linear_num_heads": 3,
+            "linear_head_dim": 12,
+            "linear_conv_kernel_dim": 4,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "moe_intermediate_size": 40,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "max_position_embeddings": 512,
+        },
+        stored={"layers.0.block_sparse_moe.": "layers.0.mlp."},  # transformers renames all MLPs
+    ),
+    "bamba": Family(
+        "Bamba",
+        {
+            "num_hidden_layers": 3,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 12,
+            "mamba_d_conv": 4,
+            "mamba_chunk_size": 32,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "max_position_embeddings": 512,
         },
     ),
     "qwen2-moe": Family(
@@ -639,11 +770,25 @@ VARIANTS = (
     "granite-moe",
     "dots1",
     "hunyuan-moe",
+    "qwen3.5-moe",
+    "lfm2-moe",
+    "bamba",
 )
 """Families that combine what others have: only their config is their own, so that one test of each
 is enough."""
 
-RECURRENT = ("qwen3-next", "falcon-h1", "granite-hybrid", "nemotron-h")
+RECURRENT = (
+    "qwen3-next",
+    "falcon-h1",
+    "granite-hybrid",
+    "nemotron-h",
+    "qwen3.5",
+    "qwen3.5-moe",
+    "lfm2",
+    "lfm2-moe",
+    "kimi-linear",
+    "bamba",
+)
 """Families with recurrent layers."""
 
 
@@ -697,9 +842,13 @@ class Oracle:
         # transformers grows dynamic RoPE in place and keeps it, so reset it for every request
         if self.rotary is not None:
             self.model.model.rotary_emb = copy.deepcopy(self.rotary)
-        ids, cache, tokens, rows = torch.tensor([prompt]), None, [], []
+        ids, cache, begin, tokens, rows = torch.tensor([prompt]), None, 0, [], []
         for _ in range(num_tokens):
-            out = self.model(ids, past_key_values=cache, use_cache=True)
+            out = self.model(
+                ids, position_ids=begin + torch.arange(ids.shape[1])[None], past_key_values=cache,
+                use_cache=True,
+            )  # fmt: skip
+            begin += ids.shape[1]
             cache = out.past_key_values
             rows.append(out.logits[0, -1].float())
             tokens.append(int(rows[-1].argmax()))
@@ -714,6 +863,12 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
     model = getattr(transformers, f"{family.causal or family.model}ForCausalLM")(config).eval()
     randomise(model, family.query_norm, dtype)
     model.save_pretrained(folder)
+    if family.stored:
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        for theirs, published in family.stored.items():
+            tensors = {name.replace(theirs, published): t for name, t in tensors.items()}
+        save_file(tensors, file, {"format": "pt"})
     rotary = copy.deepcopy(getattr(model.model, "rotary_emb", None))
     return Oracle(folder, model, rotary, config.vocab_size)
 
@@ -734,7 +889,7 @@ def randomise(model: Any, query_norm: float = 1.0, dtype: torch.dtype = torch.fl
         elif name.endswith(("router.scale", "per_expert_scale")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, 0, 0.2)
         elif name.endswith("layer_scalar"):
             buffer.copy_(torch.nn.init.uniform_(buffer, 0.5, 1.5).to(dtype))  # rounded as on disk

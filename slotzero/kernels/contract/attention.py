@@ -9,6 +9,7 @@ from slotzero.kernels.types import (
     Angles,
     Branches,
     Heads,
+    IndexInputs,
     MlaWeights,
     PagedKv,
     QkNorms,
@@ -88,9 +89,12 @@ class AttentionKernels(ABC):
         kv: PagedKv,
         plan: AttentionPlan,
         heads: Heads,
+        index: IndexInputs | None = None,  # if heads.mla.index is given
     ) -> Tensor:
         """Norm the latent, rotate q and k, store the row and attend -> [T, out_size].
 
         The nope part of a head's query times up_k is compared with the stored latents; the weighted
-        sum of latents times up_v is the head's result.
+        sum of latents times up_v is the head's result. With an indexer, a token attends to the keys
+        that it selects; of equal scores, to the earlier ones. It rotates the first rope_dim values
+        of q and k.
         """

@@ -1,10 +1,12 @@
-"""The recurrent part of a kernel set: Mamba-2 and the gated delta rule.
+"""The recurrent part of a kernel set: Mamba-2, the gated delta rule, and short convolutions.
 
-A recurrent mixer is four calls: linear, convolve, scan, gate_norm. Where a row begins and whether
+A recurrent mixer is four calls: linear, convolve, scan, gate_norm. A short convolution is the first
+two of them. Where a row begins and whether
 it takes snapshots follows from its position and the table of snapshot rows, see types_recurrent.py.
 """
 
 from abc import ABC, abstractmethod
+from typing import Literal
 
 from torch import Tensor
 
@@ -20,7 +22,7 @@ class RecurrentKernels(ABC):
     @abstractmethod
     def convolve(
         self,
-        x: Tensor,  # [T, channels]
+        x: Tensor,  # [T, channels]; conv: [T, 3 * channels], gates, output gates and values
         weight: Tensor,  # [channels, conv_width], the newest input last
         bias: Tensor | None,  # [channels]
         step: RecurrentStep,
@@ -28,14 +30,17 @@ class RecurrentKernels(ABC):
     ) -> Tensor:
         """Convolve each channel over the token's inputs so far, apply silu -> [T, channels].
 
-        Writes `conv` of the states and snapshots, or of the trail.
+        The inputs of kind `conv` are gates * values in the dtype of x; instead of silu, the result
+        is multiplied by the output gates. Writes `conv` of the states and snapshots, or of the
+        trail.
         """
 
     @abstractmethod
     def scan(
         self,
         mixed: Tensor,  # [T, channels], after `convolve`
-        gates: Tensor,  # [T, heads]: dt (mamba) or a (delta rule), before dt_bias and softplus
+        gates: Tensor,  # [T, heads]: dt (mamba) or a (delta rule), before dt_bias and softplus;
+        # kda: [T, heads * state_size]
         beta: Tensor | None,  # [T, heads], delta rule only, before its sigmoid
         weights: ScanWeights,
         step: RecurrentStep,
@@ -48,6 +53,7 @@ class RecurrentKernels(ABC):
                h <- exp(-exp(a_log) dt) h + dt x B^T; y = h C + d x
         delta: g = exp(-exp(a_log) softplus(gates + dt_bias)); q and k of length 1, q / sqrt(size);
                h <- g h; h <- h + sigmoid(beta) (v - h k) k^T; y = h q
+        kda: as delta, but with a g for each dimension of the keys: h <- h diag(g)
         """
 
     @abstractmethod
@@ -59,8 +65,9 @@ class RecurrentKernels(ABC):
         eps: float,
         group_size: int,
         gates_first: bool,
+        activation: Literal["silu", "sigmoid"] = "silu",
     ) -> Tensor:
-        """Apply RMSNorm to each group of x, and multiply by silu(gates) before or after it."""
+        """Apply RMSNorm to each group of x; multiply by activation(gates) before or after it."""
 
     @abstractmethod
     def commit_trail(

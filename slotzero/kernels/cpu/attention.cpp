@@ -112,10 +112,12 @@ struct Query {
   int32_t begin, end;  // visible positions: [begin, end)
   int32_t base;        // from here on, only positions whose bit in `seen` is set
   int64_t seen;
+  const uint8_t* taken;  // by position: 1 if an indexer has selected the key; null: all
   float max, sum;
 
   bool sees(int32_t position) const {
     const int32_t i = position - base;
+    if (taken && !taken[position]) return false;
     return i < 0 || (i < PLACES && (seen >> i & 1));
   }
 };
@@ -150,7 +152,7 @@ void fold(Query& query, const float* kv, int32_t first, int count, const Shape& 
     add_weighted<1>(query.out, score + j, values + j * stride, stride, value_dim);
 }
 
-// Does the same for a block that a tree reaches into: one run of visible keys after another.
+// Does the same for a block of which some keys are not seen: one run of visible keys after another.
 void fold_branch(Query& query, const float* kv, int32_t first, int count, const Shape& shape) {
   for (int begin = 0, end = 0; begin < count; begin = end + 1) {
     for (end = begin; end < count && query.sees(first + end);) ++end;
@@ -180,8 +182,8 @@ std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens) {
 void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_table,
             std::optional<Tensor> kv_scales, Tensor slots, Tensor positions,
             std::optional<Tensor> bases, std::optional<Tensor> seen, std::optional<Tensor> stands,
-            double softmax_scale, std::optional<int64_t> window, bool is_chunked,
-            std::optional<double> softcap,
+            std::optional<Tensor> taken, double softmax_scale, std::optional<int64_t> window,
+            bool is_chunked, std::optional<double> softcap,
             Tensor out) {
   STD_TORCH_CHECK(q.is_contiguous() && kv_pages.is_contiguous() && page_table.is_contiguous() &&
                       out.is_contiguous() && (!sinks || sinks->is_contiguous()),
@@ -201,6 +203,9 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
                                (*part)->scalar_type() ==
                                    (part == &seen ? ScalarType::Long : ScalarType::Int)),
                     "attend: of a tree's tensors each token has one: int32, and int64 if seen");
+  STD_TORCH_CHECK(!taken || (taken->is_contiguous() && taken->size(0) == q.size(0) &&
+                             taken->size(1) == page_table.size(1) * page),
+                  "attend: taken must have a value for each token and position");
   const Pages pages = pages_of(kv_pages, kv_scales, pair == head_dim);
   const int64_t stride = kv_heads * pair;
   const Shape shape{head_dim, value_dim, pair - value_dim, pages.codes ? pair : stride,
@@ -214,6 +219,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
   const int32_t* base_of = bases ? ints(*bases) : nullptr;
   const int32_t* stand_of = stands ? ints(*stands) : position_of;
   const int64_t* seen_of = seen ? static_cast<const int64_t*>(seen->data_ptr()) : nullptr;
+  const auto* taken_of = taken ? static_cast<const uint8_t*>(taken->data_ptr()) : nullptr;
   auto* op = static_cast<float*>(out.data_ptr());
   const int block = static_cast<int>(std::min<int64_t>(KEYS, page));  // page is a power of two
   const std::vector<Run> runs = runs_of(slot_of, q.size(0));
@@ -245,7 +251,8 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
         const float sink = sp ? sp[head] : -std::numeric_limits<float>::infinity();
         const float* vector = qp + (t * heads + head) * head_dim;
         float* sums = op + (t * heads + head) * value_dim;
-        queries.push_back({vector, sums, begin, end, base, bits, sink, 1});
+        const uint8_t* its = taken_of ? taken_of + t * width * page : nullptr;
+        queries.push_back({vector, sums, begin, end, base, bits, its, sink, 1});
         std::fill_n(sums, value_dim, 0.0f);
       }
     }
@@ -255,7 +262,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
       const int count = std::min<int>(block, last - first);
       const float* kv = pages.rows(from, count, pair, stride, decoded.data());
       for (Query& query : queries) {
-        if (first + block <= query.base)
+        if (first + block <= query.base && !query.taken)
           fold(query, kv, first, block, shape);
         else
           fold_branch(query, kv, first, block, shape);
@@ -308,7 +315,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def(
       "attend(Tensor q, Tensor? sinks, Tensor kv_pages, Tensor page_table, Tensor? kv_scales, "
       "Tensor slots, Tensor positions, Tensor? bases, Tensor? seen, Tensor? stands, "
-      "float scale, int? window, bool is_chunked, float? softcap, Tensor(a!) out) -> ()");
+      "Tensor? taken, float scale, int? window, bool is_chunked, float? softcap, "
+      "Tensor(a!) out) -> ()");
   m.def(
       "store_kv(Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor page_table, Tensor? kv_scales, "
       "Tensor slots, Tensor positions) -> ()");

@@ -199,10 +199,21 @@ class CpuKernels(TorchKernels):
         out = q.new_empty(q.shape[0], heads.num_heads, heads.value_dim)
         torch.ops.slotzero.attend.default(
             q, sinks, *kv, *plan.tokens,
-            *(plan.branches or NO_BRANCHES),
+            *(plan.branches or NO_BRANCHES), plan.taken,
             heads.scale, heads.window, heads.is_chunked, heads.softcap, out,
         )  # fmt: skip
         return out
+
+    def select_keys(
+        self, q: Tensor, weights: Tensor, kv: PagedKv, plan: TorchPlan, top_k: int
+    ) -> Tensor:
+        num_positions = kv.page_table.shape[1] * kv.pages.shape[1]
+        taken = q.new_empty(len(q), num_positions, dtype=torch.uint8)
+        torch.ops.slotzero.select_keys.default(
+            q, weights, kv.pages, kv.page_table, *plan.tokens,
+            *(plan.branches or NO_BRANCHES)[:2], top_k, taken,
+        )  # fmt: skip
+        return taken
 
     def convolve(
         self,
@@ -212,11 +223,11 @@ class CpuKernels(TorchKernels):
         step: RecurrentStep,
         shape: Scan,
     ) -> Tensor:
-        out, states, trail = torch.empty_like(x), step.states, step.trail
+        out, states, trail = x.new_empty(len(x), shape.channels), step.states, step.trail
         torch.ops.slotzero.convolve.default(
             x, weight, bias, *step.tokens, *(step.rows[:4] if step.rows else NO_ROWS),
             states.conv, states.conv_kept, states.rows, None if trail is None else trail.conv,
-            shape.interval, out,
+            shape.interval, shape.kind == "conv", out,
         )  # fmt: skip
         return out
 
@@ -230,11 +241,12 @@ class CpuKernels(TorchKernels):
         shape: Scan,
     ) -> Tensor:
         out, states, trail = mixed.new_empty(len(mixed), shape.inner_size), step.states, step.trail
+        assert states.scan is not None
         torch.ops.slotzero.scan.default(
             mixed, gates, beta, *weights, *step.tokens,
             *(step.rows[:4] if step.rows else NO_ROWS),
             states.scan, states.scan_kept, states.rows, None if trail is None else trail.scan,
-            shape.num_groups, *shape.dt_limit, shape.interval, out,
+            shape.num_groups, *shape.dt_limit, shape.interval, shape.kind == "kda", out,
         )  # fmt: skip
         return out
 
@@ -255,7 +267,7 @@ def _register_shapes() -> None:
     for name in (
         "linear", "grouped", "quantized", "quantized_grouped", "round_float8", "per_head",
         "rms_norm", "add_norm", "gate", "softmax", "softcap",
-        "rope_angles", "store_kv", "attend", "convolve", "scan", "sample",
+        "rope_angles", "store_kv", "attend", "select_keys", "convolve", "scan", "sample",
     ):  # fmt: skip
         torch.library.register_fake(f"slotzero::{name}", lambda *_: None)
 

@@ -131,16 +131,18 @@ void clear(const Tensor& slots, float* out, int64_t size) {
 }
 
 // x [T, channels]; weight [channels, width]; conv [slots + 1, channels, width - 1]
+// Gated: x [T, 3 * channels], with gates, output gates and values; their products replace silu.
 void convolve(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor slots, Tensor positions,
               std::optional<Tensor> owners, std::optional<Tensor> starts,
               std::optional<Tensor> counts, std::optional<Tensor> ends, Tensor conv,
               std::optional<Tensor> kept, std::optional<Tensor> kept_rows,
-              std::optional<Tensor> trail, int64_t interval, Tensor out) {
+              std::optional<Tensor> trail, int64_t interval, bool is_gated, Tensor out) {
   STD_TORCH_CHECK(x.stride(1) == 1 && weight.is_contiguous() && out.is_contiguous(),
                   "convolve: weight, out and rows of x must be contiguous");
-  const int64_t channels = x.size(1), width = weight.size(1), past = width - 1;
-  STD_TORCH_CHECK(conv.size(1) == channels && conv.size(2) == past,
-                  "convolve: states do not fit the weight");
+  const int64_t channels = weight.size(0), width = weight.size(1), past = width - 1;
+  STD_TORCH_CHECK(conv.size(1) == channels && conv.size(2) == past &&
+                      x.size(1) == (is_gated ? 3 : 1) * channels,
+                  "convolve: states or inputs do not fit the weight");
   const Places places(conv, kept, kept_rows, trail, interval);
   const std::vector<Row> rows = rows_of(slots, positions, owners, starts, counts, ends);
   const float *xp = floats(x), *wp = floats(weight), *bp = bias ? floats(*bias) : nullptr;
@@ -155,10 +157,11 @@ void convolve(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor slots,
     for (int64_t t = row.begin; t < row.end; ++t) {
       for (int64_t c = 0; c < channels; ++c) {
         float *inputs = state.data() + c * past, sum = bp ? bp[c] : 0.0f;
-        const float newest = xp[t * x.stride(0) + c], *w = wp + c * width;
+        const float *given = xp + t * x.stride(0) + c, *w = wp + c * width;
+        const float newest = is_gated ? given[0] * given[2 * channels] : given[0];
         for (int64_t i = 0; i < past; ++i) sum += inputs[i] * w[i];
         sum += newest * w[past];
-        op[t * channels + c] = sum * sigmoid(sum);
+        op[t * channels + c] = sum * (is_gated ? given[channels] : sigmoid(sum));
         for (int64_t i = 0; i + 1 < past; ++i) inputs[i] = inputs[i + 1];
         if (past) inputs[past - 1] = newest;
       }
@@ -168,10 +171,20 @@ void convolve(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor slots,
 }
 
 struct Shape {
-  bool is_delta;
+  bool is_delta, is_kda;
   int64_t heads, groups, head_dim, state_size;
   float least, most;  // limits of dt (mamba)
 };
+
+// kda: each dimension of the keys decays by its own gate.
+void decay_dims(float* h, const float* gates, const float* bias, float a_log, const Shape& shape,
+                float* decays) {
+  const int64_t n = shape.state_size;
+  const float rate = std::exp(a_log);
+  for (int64_t i = 0; i < n; ++i) decays[i] = std::exp(-rate * softplus(gates[i] + bias[i]));
+  for (int64_t p = 0; p < shape.head_dim; ++p, h += n)
+    for (int64_t i = 0; i < n; ++i) h[i] *= decays[i];
+}
 
 // One token of one head: updates the state h [head_dim, state_size] and reads y [head_dim] from it.
 void advance(float* h, float* y, float gate, float strength, float a_log, float skip,
@@ -179,7 +192,7 @@ void advance(float* h, float* y, float gate, float strength, float a_log, float 
   const int64_t n = shape.state_size;
   float step = softplus(gate);
   if (!shape.is_delta) step = std::min(std::max(step, shape.least), shape.most);
-  const float decay = std::exp(-std::exp(a_log) * step);
+  const float decay = shape.is_kda ? 1.0f : std::exp(-std::exp(a_log) * step);
   for (int64_t p = 0; p < shape.head_dim; ++p, h += n) {
     if (shape.is_delta) {
       const float missing = values[p] - decay * dot(h, key, n);
@@ -197,18 +210,24 @@ void scale_to_unit(const float* x, float factor, int64_t n, float* out) {
   for (int64_t i = 0; i < n; ++i) out[i] = x[i] * scale;
 }
 
-// mixed [T, channels]; gates and beta [T, heads]; states [slots + 1, heads, head_dim, state_size]
+// mixed [T, channels]; gates [T, heads], or kda: [T, heads * state_size], with dt_bias of the same
+// size; beta [T, heads]; states [slots + 1, heads, head_dim, state_size]
 void scan(Tensor mixed, Tensor gates, std::optional<Tensor> beta, Tensor a_log, Tensor dt_bias,
           std::optional<Tensor> d, Tensor slots, Tensor positions, std::optional<Tensor> owners,
           std::optional<Tensor> starts, std::optional<Tensor> counts, std::optional<Tensor> ends,
           Tensor states, std::optional<Tensor> kept, std::optional<Tensor> kept_rows,
           std::optional<Tensor> trail, int64_t num_groups, double least, double most,
-          int64_t interval, Tensor out) {
+          int64_t interval, bool is_kda, Tensor out) {
   STD_TORCH_CHECK(mixed.stride(1) == 1 && gates.stride(1) == 1 && out.is_contiguous() &&
                       (!beta || beta->stride(1) == 1),
                   "scan: out and rows of mixed, gates and beta must be contiguous");
-  const Shape shape{beta.has_value(), states.size(1),           num_groups,
-                    states.size(2),   states.size(3),           static_cast<float>(least),
+  const Shape shape{beta.has_value(),
+                    is_kda,
+                    states.size(1),
+                    num_groups,
+                    states.size(2),
+                    states.size(3),
+                    static_cast<float>(least),
                     static_cast<float>(most)};
   const int64_t n = shape.state_size, inner = shape.heads * shape.head_dim;
   const int64_t keys = shape.groups * n, channels = mixed.size(1), size = shape.head_dim * n;
@@ -226,12 +245,15 @@ void scan(Tensor mixed, Tensor gates, std::optional<Tensor> beta, Tensor a_log, 
   for (int64_t item = 0; item < items; ++item) {
     const Row& row = rows[item / shape.heads];
     const int64_t head = item % shape.heads, group = head / (shape.heads / shape.groups);
-    std::vector<float> state(size), unit(2 * n);
+    std::vector<float> state(size), unit(2 * n), decays(n);
     places.begin(row, head * size, size, state.data());
     for (int64_t t = row.begin; t < row.end; ++t) {
       const float* token = mp + t * mixed.stride(0);
       float* y = op + t * inner + head * shape.head_dim;
-      const float gate = gp[t * gates.stride(0) + head] + tp[head];
+      const float* gates_of = gp + t * gates.stride(0);
+      const float gate = shape.is_kda ? 0.0f : gates_of[head] + tp[head];
+      if (shape.is_kda)
+        decay_dims(state.data(), gates_of + head * n, tp + head * n, ap[head], shape, decays.data());
       if (shape.is_delta) {
         const float factor = 1.0f / std::sqrt(static_cast<float>(n));
         scale_to_unit(token + group * n, factor, n, unit.data());
@@ -254,12 +276,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def(
       "convolve(Tensor x, Tensor weight, Tensor? bias, Tensor slots, Tensor positions, "
       "Tensor? owners, Tensor? starts, Tensor? counts, Tensor? ends, Tensor(a!) conv, "
-      "Tensor(b!)? kept, Tensor? kept_rows, Tensor(c!)? trail, int interval, Tensor(d!) out) -> ()");
+      "Tensor(b!)? kept, Tensor? kept_rows, Tensor(c!)? trail, int interval, bool is_gated, "
+      "Tensor(d!) out) -> ()");
   m.def(
       "scan(Tensor mixed, Tensor gates, Tensor? beta, Tensor a_log, Tensor dt_bias, Tensor? d, "
       "Tensor slots, Tensor positions, Tensor? owners, Tensor? starts, Tensor? counts, "
       "Tensor? ends, Tensor(a!) states, Tensor(b!)? kept, Tensor? kept_rows, Tensor(c!)? trail, "
-      "int num_groups, float least, float most, int interval, Tensor(d!) out) -> ()");
+      "int num_groups, float least, float most, int interval, bool is_kda, Tensor(d!) out) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
   m.impl("convolve", TORCH_BOX(&convolve));

@@ -121,6 +121,11 @@ class TritonKernels(Kernels):
             ("value_dim", heads.value_dim, MAX_DIM),
             ("query heads for each KV head", group, MAX_LARGE_GROUP if is_large else MAX_GROUP),
         )
+        if heads.mla is not None and heads.mla.index is not None:
+            raise UnsupportedModelError(
+                f"index_topk: {heads.mla.index.top_k}, and there are no attention kernels for CUDA "
+                "that read only the keys that an indexer selects; run the model with --backend cpu"
+            )
         if heads.mla is not None:
             limits = mla.limits(heads.value_dim, heads.mla)
             for name, given in (("window", heads.window), ("softcap", heads.softcap)):

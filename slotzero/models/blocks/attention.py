@@ -88,6 +88,7 @@ class Attention(Block):
     """Norms of queries and keys: of each head, of all heads at once, of each without a weight, or
     of each after RoPE."""
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    out_name: str = "o_proj"
     norm_offset: float = 0.0
     is_rotated: bool = True
     """False: queries and keys are not rotated (NoPE), although other layers of the group are."""
@@ -135,7 +136,7 @@ class Attention(Block):
         q, gate = self._query_sources()
         qkv = self._in_fused([q, *self._key_value_sources()])
         biases = [source.scaled(1 / self.scales.input) for source in qkv] if self.qkv_bias else ()
-        out = Source(f"{self.prefix}.o_proj", self.hidden_size, scale=self.scales.out)
+        out = Source(f"{self.prefix}.{self.out_name}", self.hidden_size, scale=self.scales.out)
         out_bias = [out] if self.out_bias else ()
         return {
             "qkv": linear(self.in_size, *qkv, biases=biases),

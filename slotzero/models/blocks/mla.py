@@ -7,10 +7,11 @@ part). The KV cache holds only this row.
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from slotzero.distributed.ranks import Ranks
-from slotzero.kernels.types import Heads, MlaShape, MlaWeights, Normed, ResidualNorms
+from slotzero.kernels.types import Heads, IndexInputs, MlaShape, MlaWeights, Normed, ResidualNorms
 from slotzero.kernels.weights import LinearWeight
 from slotzero.models.blocks.attention import AttentionInputs, KvGroup, by_head
 from slotzero.models.blocks.block import Block, BlockContext
@@ -26,6 +27,10 @@ class MlaAttentionWeights(NamedTuple):
     up_v: Tensor  # [heads * v_head_dim, latent]
     q_norm: Tensor | None = None  # [q_rank]; q_norm and q_up exist with low-rank queries only
     q_up: LinearWeight | None = None  # [heads * (nope_dim + rope_dim), q_rank]
+    index_q: LinearWeight | None = None  # [index heads * index dim, q_rank]; None: no indexer
+    index_k: LinearWeight | None = None  # [index dim + index heads, hidden]: key, and weights
+    index_norm: Tensor | None = None  # [index dim]
+    index_bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,21 @@ class MlaAttention(Block):
             "up_v": self._up(range(nope, nope + shape.v_head_dim)),
             "q_norm": q_norm,
             "q_up": q_up,
+            **self._index_params(),
+        }
+
+    def _index_params(self) -> Params:
+        shape, prefix = self.shape.index, f"{self.prefix}.indexer"
+        if shape is None:
+            return {}
+        assert self.q_rank is not None
+        q = Source(f"{prefix}.wq_b", shape.num_heads * shape.head_dim)
+        k, weights = Source(f"{prefix}.wk", shape.head_dim), f"{prefix}.weights_proj"
+        return {
+            "index_q": linear(self.q_rank, q),
+            "index_k": linear(self.hidden_size, k, Source(weights, shape.num_heads)),
+            "index_norm": norm(f"{prefix}.k_norm", shape.head_dim),
+            "index_bias": Param((Source(f"{prefix}.k_norm.bias", shape.head_dim),)),
         }
 
     def _up(self, rows: range) -> Param:
@@ -95,10 +115,27 @@ class MlaAttention(Block):
         joined = kernels.linear(x, weights.qkv)
         q_size = self.q_rank or heads.sizes[0]
         q, row = joined[:, :q_size], joined[:, q_size:]
+        index = None
         if weights.q_up is not None:
-            q = kernels.linear(kernels.norm(q, weights.q_norm, heads.norm_eps), weights.q_up)
+            low = kernels.norm(q, weights.q_norm, heads.norm_eps)
+            q, index = kernels.linear(low, weights.q_up), self._index(context, x, low, weights)
         shape = heads.num_heads, -1, heads.value_dim
         up = MlaWeights(weights.k_norm, weights.up_k.view(shape), weights.up_v.view(shape))
-        attended = kernels.mla_attention(q, row, up, inputs.angles, inputs.kv, inputs.plan, heads)
+        attended = kernels.mla_attention(
+            q, row, up, inputs.angles, inputs.kv, inputs.plan, heads, index
+        )
         x = Normed(attended)
         return context.linear_add_norm(ranks.attention, x, weights.out, residual, norms)
+
+    def _index(
+        self, context: BlockContext, x: Normed, low: Normed, weights: MlaAttentionWeights
+    ) -> IndexInputs | None:
+        """Return the inputs of the indexer, from hidden states and low-rank queries."""
+        shape = self.shape.index
+        if shape is None or weights.index_q is None or weights.index_k is None:
+            return None
+        assert weights.index_norm is not None and weights.index_bias is not None
+        sizes = [shape.head_dim, shape.num_heads]
+        k, of_heads = torch.split(context.kernels.linear(x, weights.index_k), sizes, dim=-1)
+        q = context.kernels.linear(low, weights.index_q)
+        return IndexInputs(q, k, of_heads, weights.index_norm, weights.index_bias)

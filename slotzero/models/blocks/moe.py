@@ -79,7 +79,7 @@ class MoeMlp(Block):
         names, experts = self.names, self.experts
         num = experts.num_experts
         router = Source(names.router, num)
-        correction = Source(names.correction, num, is_one_row=names.correction_is_one_row)
+        correction = Source(names.correction, num, ones=(int(names.correction_is_one_row), 0))
         factors = names.factors and Param((Source(names.factors, num),), starts_at_one=True)
         return {
             "router": linear(

@@ -40,8 +40,19 @@ class RecurrentWeights(NamedTuple):
     out: LinearWeight  # [hidden, inner]
 
 
+class RecurrentBlock(Block):
+    """A mixer that keeps a state from token to token: a frozen dataclass with these fields."""
+
+    scan: Scan
+    state_dtype: str
+
+    def with_snapshots(self, interval: int) -> Self:
+        """Return the mixer with a state snapshot after every `interval` tokens."""
+        return replace(self, scan=self.scan.every(interval))  # type: ignore[type-var]
+
+
 @dataclass(frozen=True)
-class RecurrentMixer(Block):
+class RecurrentMixer(RecurrentBlock):
     scan: Scan
     hidden_size: int
     prefix: str  # of the mixer's tensors in a checkpoint's layer
@@ -55,6 +66,9 @@ class RecurrentMixer(Block):
     conv_bias: bool = False
     out_bias: bool = False
     scales: RecurrentScales = NO_SCALES
+    is_by_head: bool = True
+    """Delta rule: whether a checkpoint stores q, k, v and gates head by head in one tensor (and so
+    b and a), instead of q, k and v in one tensor, and gates, b and a in one each."""
 
     name = "recurrent"
     weights_type = RecurrentWeights
@@ -62,10 +76,6 @@ class RecurrentMixer(Block):
     @property
     def is_delta(self) -> bool:
         return self.scan.kind == "delta"
-
-    def with_snapshots(self, interval: int) -> Self:
-        """Return the mixer with a state snapshot after every `interval` tokens."""
-        return replace(self, scan=self.scan.every(interval))
 
     def shard(self, ranks: Ranks) -> Self:
         """Split the heads, their channels and their groups over the ranks.
@@ -121,7 +131,8 @@ class RecurrentMixer(Block):
     def _in_param(self) -> LinearParam:
         scan = self.scan
         if self.is_delta:
-            return linear(self.hidden_size, *_delta_sources(self.prefix, scan))
+            sources = _by_head_sources if self.is_by_head else _delta_sources
+            return linear(self.hidden_size, *sources(self.prefix, scan))
         sizes = scan.inner_size, *scan.sizes, scan.num_heads
         parts = side_by_side(f"{self.prefix}.in_proj", sizes)
         parts = [part.scaled(x) for part, x in zip(parts, self.scales.parts, strict=True)]
@@ -164,6 +175,13 @@ class RecurrentMixer(Block):
 
 
 def _delta_sources(prefix: str, scan: Scan) -> Sequence[Source]:
+    """Return the parts of the input projection: gates, q, k, v, a and b."""
+    gates = Source(f"{prefix}.in_proj_z", scan.inner_size)
+    steps = [Source(f"{prefix}.in_proj_{name}", scan.num_heads) for name in "ab"]
+    return [gates, *side_by_side(f"{prefix}.in_proj_qkv", scan.sizes), *steps]
+
+
+def _by_head_sources(prefix: str, scan: Scan) -> Sequence[Source]:
     """Return the parts of the input projection: gates, q, k, v, a and b.
 
     A checkpoint stores two tensors, both head by head: q, k, v and gates (z) of each key head in

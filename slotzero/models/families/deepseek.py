@@ -1,11 +1,14 @@
-"""DeepSeek-V2, V3, Kimi-K2: multi-head latent attention (MLA), routed and shared experts, MTP."""
+"""DeepSeek-V2, V3 and V3.2, and Kimi-K2: latent attention (MLA), experts and MTP layers.
 
-from collections.abc import Mapping
+In V3.2 an indexer selects the keys that each token attends to.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.types import Experts, Heads, MlaShape
+from slotzero.kernels.types import Experts, Heads, IndexShape, MlaShape
 from slotzero.models.blocks.attention import KvGroup
 from slotzero.models.blocks.mla import MlaAttention
 from slotzero.models.blocks.moe import MoeMlp
@@ -22,7 +25,7 @@ from slotzero.models.families.standard import (
 from slotzero.models.families.tiny import tiny
 from slotzero.models.fields import activation, positive, require
 from slotzero.models.layer import DecoderLayer
-from slotzero.models.rope import correction, parse_rope
+from slotzero.models.rope import RopeConfig, correction, parse_rope
 
 Config = Mapping[str, Any]
 
@@ -39,9 +42,37 @@ def parse_v3(config: Config) -> ModelConfig:
     return _parse(config, sigmoid_experts(config, config.get("n_shared_experts") or 0))
 
 
-def _parse(config: Config, experts: Experts) -> ModelConfig:
+def parse_v32(config: Config) -> ModelConfig:
+    if config.get("layer_types") is not None:
+        require(
+            config, "layer_types", ["indexed_attention"] * positive(config, "num_hidden_layers")
+        )
+    if config.get("q_lora_rank") is None:
+        raise UnsupportedModelError("config field q_lora_rank is missing: the indexer needs it")
+    require(config, "scoring_func", "sigmoid")
+    experts = sigmoid_experts(config, config.get("n_shared_experts") or 0)
+    index = IndexShape(
+        positive(config, "index_n_heads"),
+        positive(config, "index_head_dim"),
+        positive(config, "index_topk"),
+    )
+    if index.head_dim < positive(config, "qk_rope_head_dim"):
+        raise UnsupportedModelError(
+            f"config field index_head_dim={index.head_dim}: must be at least qk_rope_head_dim"
+        )
+    return _parse(config, experts, index)
+
+
+def _parse(config: Config, experts: Experts, index: IndexShape | None = None) -> ModelConfig:
     num_layers, hidden = positive(config, "num_hidden_layers"), positive(config, "hidden_size")
-    group = _kv_group(config, num_layers)
+    rope_dim = positive(config, "qk_rope_head_dim")
+    if rope_dim % 2:
+        raise UnsupportedModelError(f"config field qk_rope_head_dim={rope_dim}: must be even")
+    rope = replace(
+        parse_rope(config, rope_dim, positive(config, "max_position_embeddings")),
+        is_interleaved=bool(config.get("rope_interleave", True)),
+    )
+    group = latent_group(config, range(num_layers), rope, index)
     q_rank = None if config.get("q_lora_rank") is None else positive(config, "q_lora_rank")
     mixer = MlaAttention(group, hidden, q_rank)
     dense, moe, norms = dense_mlp(config), MoeMlp(hidden, experts), pre_norms(config)
@@ -60,7 +91,10 @@ def mtp_after(model: ModelConfig, config: Config) -> ModelConfig:
     return replace(model, mtp=mtp, ignored=ignored)
 
 
-def _kv_group(config: Config, num_layers: int) -> KvGroup:
+def latent_group(
+    config: Config, layers: Sequence[int], rope: RopeConfig, index: IndexShape | None = None
+) -> KvGroup:
+    """Return the KV group of the layers with MLA."""
     if config.get("attention_bias"):
         raise UnsupportedModelError("config field attention_bias=True is not implemented with MLA")
     num_heads = positive(config, "num_attention_heads")
@@ -70,23 +104,17 @@ def _kv_group(config: Config, num_layers: int) -> KvGroup:
             f"num_attention_heads={num_heads} with MLA"
         )
     nope, rope_dim = positive(config, "qk_nope_head_dim"), positive(config, "qk_rope_head_dim")
-    if rope_dim % 2:
-        raise UnsupportedModelError(f"config field qk_rope_head_dim={rope_dim}: must be even")
     rank = positive(config, "kv_lora_rank")
-    rope = replace(
-        parse_rope(config, rope_dim, positive(config, "max_position_embeddings")),
-        is_interleaved=bool(config.get("rope_interleave", True)),
-    )
     heads = Heads(
         num_heads=num_heads,
         num_kv_heads=1,
-        head_dim=rope_dim + rank,
+        head_dim=rope_dim + rank + (0 if index is None else index.head_dim),
         value_dim=rank,
         norm_eps=NORM_EPS,
         scale=(nope + rope_dim) ** -0.5 * correction(config, rope) ** 2,
-        mla=MlaShape(nope, rope_dim, positive(config, "v_head_dim")),
+        mla=MlaShape(nope, rope_dim, positive(config, "v_head_dim"), index),
     )
-    return KvGroup(LATENT, tuple(range(num_layers)), heads, rope)
+    return KvGroup(LATENT, tuple(layers), heads, rope)
 
 
 def _softmax_experts(config: Config) -> Experts:
@@ -146,5 +174,18 @@ FAMILIES = (
         },
         aliases=("kimi_k2",),
         multimodal={"KimiK25ForConditionalGeneration": "kimi_k2"},
+    ),
+    Family(
+        "deepseek_v32", "DeepseekV32ForCausalLM", parse_v32, IMPLEMENTS,
+        tiny={
+            "deepseek-v3.2": tiny(
+                "deepseek_v32", "DeepseekV32ForCausalLM", 3, 64, 136, (4, 4, 8), kv_lora_rank=32,
+                q_lora_rank=40, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+                first_k_dense_replace=1, n_routed_experts=6, num_experts_per_tok=2,
+                n_shared_experts=1, moe_intermediate_size=40, n_group=3, topk_group=2,
+                routed_scaling_factor=2.5, norm_topk_prob=True, num_nextn_predict_layers=1,
+                index_n_heads=6, index_head_dim=20, index_topk=12,
+            ),
+        },
     ),
 )  # fmt: skip

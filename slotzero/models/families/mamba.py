@@ -23,15 +23,22 @@ LAYER_KINDS: Mapping[str, str] = {
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 
 
-def hybrid_layers(config: Config, kinds: Sequence[str] = (ATTENTION, RECURRENT)) -> list[str]:
-    """Return the kind of each layer; raise if it is not one of `kinds`."""
+def hybrid_layers(
+    config: Config,
+    kinds: Sequence[str] = (ATTENTION, RECURRENT),
+    names: Mapping[str, str] = LAYER_KINDS,
+) -> list[str]:
+    """Return the kind of each layer; raise if it is not one of `kinds`.
+
+    `names` are the kinds by their names in layer_types.
+    """
     num_layers = positive(config, "num_hidden_layers")
     given = config.get("layer_types") or config.get("layers_block_type")
     if given is None:
         every = config.get("full_attention_interval") or 4
-        names = "linear_attention", "full_attention"
-        given = [names[(layer + 1) % every == 0] for layer in range(num_layers)]
-    known = [name for name, kind in LAYER_KINDS.items() if kind in kinds]
+        both = "linear_attention", "full_attention"
+        given = [both[(layer + 1) % every == 0] for layer in range(num_layers)]
+    known = [name for name, kind in names.items() if kind in kinds]
     unknown = sorted({str(kind) for kind in given} - set(known))
     if unknown:
         raise UnsupportedModelError(
@@ -42,7 +49,7 @@ def hybrid_layers(config: Config, kinds: Sequence[str] = (ATTENTION, RECURRENT))
         raise UnsupportedModelError(
             f"config field layer_types has {len(given)} entries for {num_layers} layers"
         )
-    layers = [LAYER_KINDS[kind] for kind in given]
+    layers = [names[kind] for kind in given]
     attention, recurrent = layers.count(ATTENTION), layers.count(RECURRENT)
     if not attention or not recurrent:
         raise UnsupportedModelError(

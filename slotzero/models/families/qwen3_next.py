@@ -44,16 +44,25 @@ MTP_NAMES = MtpNames(
 
 
 def parse(config: Config) -> ModelConfig:
+    return qwen_hybrid(config, config.get("num_nextn_predict_layers", 1) or 0)
+
+
+def qwen_hybrid(
+    config: Config, num_mtp: int, is_by_head: bool = True, **overrides: Any
+) -> ModelConfig:
+    """Return a model of Qwen3-Next's shape; `overrides` are fields of ModelConfig."""
     kinds = hybrid_layers(config)
-    attention, delta = _attention(config, kinds), _delta_rule(config)
+    attention, delta = _attention(config, kinds), _delta_rule(config, is_by_head)
     norms, mlps = pre_norms(config, offset=1.0), _mlps(config)
     layers = [
         DecoderLayer(norms, attention if kind == ATTENTION else delta, mlp)
         for kind, mlp in zip(kinds, mlps, strict=True)
     ]
-    num_mtp = config.get("num_nextn_predict_layers", 1) or 0
-    mtp = MtpConfig(num_mtp, DecoderLayer(norms, attention, mlps[-1]), MTP_NAMES)
-    return model(config, layers, norm_offset=1.0, mtp=mtp if num_mtp else None, ignored=("mtp.",))
+    mtp = MtpConfig(num_mtp, DecoderLayer(norms, attention, mlps[-1]), MTP_NAMES, True)
+    return model(
+        config, layers, norm_offset=1.0, mtp=mtp if num_mtp else None, ignored=("mtp.",),
+        **overrides,
+    )  # fmt: skip
 
 
 def _attention(config: Config, kinds: list[str]) -> Attention:
@@ -70,7 +79,7 @@ def _attention(config: Config, kinds: list[str]) -> Attention:
     )
 
 
-def _delta_rule(config: Config) -> RecurrentMixer:
+def _delta_rule(config: Config, is_by_head: bool) -> RecurrentMixer:
     scan = Scan(
         "delta",
         num_heads=positive(config, "linear_num_value_heads"),
@@ -88,13 +97,13 @@ def _delta_rule(config: Config) -> RecurrentMixer:
         norm_size=scan.head_dim,
         gates_first=False,
         state_dtype=state_dtype(config),
+        is_by_head=is_by_head,
     )
 
 
 def _mlps(config: Config) -> list[Mlp]:
-    num_layers, dense = positive(config, "num_hidden_layers"), dense_mlp(config)
     if not config.get("num_experts"):
-        return [dense] * num_layers
+        return [dense_mlp(config)] * positive(config, "num_hidden_layers")
     shape = experts(
         config, "num_experts", "num_experts_per_tok", "moe_intermediate_size",
         scores="softmax", is_normed=bool(config.get("norm_topk_prob", True)),
@@ -105,7 +114,7 @@ def _mlps(config: Config) -> list[Mlp]:
     )  # fmt: skip
     moe = MoeMlp(positive(config, "hidden_size"), shape, MoeNames(shared=None))
     both = MoeWithSharedMlp(moe, shared, "mlp.shared_expert_gate")
-    return [both if is_sparse else dense for is_sparse in sparse_layers(config)]
+    return [both if is_sparse else dense_mlp(config) for is_sparse in sparse_layers(config)]
 
 
 FAMILIES = (

@@ -177,15 +177,21 @@ def test_attention(kernels, size, softcap):
 
 
 @pytest.mark.parametrize(
-    "shape", [Scan("mamba", 4, 5, 2, 3, 4, (0.01, 0.5)), Scan("delta", 2, 20, 2, 12, 3)]
+    "shape",
+    [
+        Scan("mamba", 4, 5, 2, 3, 4, (0.01, 0.5)),
+        Scan("delta", 2, 20, 2, 12, 3),
+        Scan("kda", 2, 20, 2, 12, 3),
+    ],
 )
 def test_recurrent_layers(kernels, shape):
     """In a decode step, each row continues from the state of its own slot."""
     conv, scan = (values(ROWS + 1, *s, seed=6) for s in (shape.conv_shape, shape.scan_shape))
     weight, bias = values(shape.channels, shape.conv_width, seed=7), values(1, shape.channels)[0]
-    a_log, dt_bias, d = values(3, shape.num_heads, seed=8) / 4
+    a_log, d = values(2, shape.num_heads, seed=8) / 4
+    dt_bias = values(1, shape.num_gates, seed=8)[0] / 4
     x = values(ROWS, shape.channels)
-    gates, beta = values(2 * ROWS, shape.num_heads, seed=9).chunk(2)
+    gates, beta = values(ROWS, shape.num_gates, seed=9), values(ROWS, shape.num_heads, seed=9)
 
     def mix(rows: Tensor) -> Tensor:
         tokens = Tokens((rows + 1).int(), torch.full_like(rows, 3).int())

@@ -18,6 +18,8 @@ SHAPES = (
     Scan("delta", 4, 5, 2, 3, 4, interval=INTERVAL),
     Scan("mamba", 2, 16, 1, 32, 2, (0.0, math.inf), INTERVAL),
     Scan("delta", 2, 32, 2, 16, 3, interval=INTERVAL),
+    Scan("kda", 3, 5, 3, 9, 4, interval=INTERVAL),
+    Scan("conv", 10, 1, 0, 0, 3, interval=INTERVAL),
 )
 KERNELS = [ReferenceKernels(), kernels_for(torch.device("cpu"))]
 
@@ -28,7 +30,8 @@ class Mixer(NamedTuple):
     states: States
     weight: Tensor
     bias: Tensor
-    heads: Tensor  # [3, heads]: a_log, dt_bias, d
+    heads: Tensor  # [2, heads]: a_log, d
+    dt_bias: Tensor  # [gates]
 
     @classmethod
     def of(cls, kernels: Kernels, shape: Scan) -> "Mixer":
@@ -41,27 +44,29 @@ class Mixer(NamedTuple):
 
         states = States(
             table(SLOTS, *shape.conv_shape),
-            table(SLOTS, *shape.scan_shape),
+            table(SLOTS, *shape.scan_shape) if shape.has_scan else None,
             table(SNAPSHOTS, *shape.conv_shape),
-            table(SNAPSHOTS, *shape.scan_shape),
+            table(SNAPSHOTS, *shape.scan_shape) if shape.has_scan else None,
             torch.zeros(SLOTS + 1, LENGTH // INTERVAL, dtype=torch.int32),
         )
         weight = torch.randn(shape.channels, shape.conv_width, generator=draw)
         bias = torch.randn(shape.channels, generator=draw)
-        heads = torch.randn(3, shape.num_heads, generator=draw)
-        return cls(kernels, shape, states, weight, bias, heads)
+        heads = torch.randn(2, shape.num_heads, generator=draw)
+        dt_bias = torch.randn(shape.num_gates, generator=draw)
+        return cls(kernels, shape, states, weight, bias, heads, dt_bias)
 
     def run(
         self, x: Tensor, tokens: Tokens, rows: Rows | None, trail: Trail | None = None
     ) -> Tensor:
-        """Run a step over x, [tokens, channels + 2 * heads]."""
-        shape, (a_log, dt_bias, d) = self.shape, self.heads
-        size = [shape.channels, shape.num_heads, shape.num_heads]
-        mixed, gates, beta = x.split(size, dim=1)
+        """Run a step over x, [tokens, sum(sizes)]."""
+        shape, (a_log, d) = self.shape, self.heads
+        mixed, gates, beta = x.split(sizes(shape), dim=1)
         step = RecurrentStep(tokens, rows, self.states, trail)
         mixed = self.kernels.convolve(mixed, self.weight, self.bias, step, shape)
-        of_kind = (beta, None) if shape.kind == "delta" else (None, d)
-        weights = ScanWeights(a_log, dt_bias, of_kind[1])
+        if not shape.has_scan:
+            return mixed
+        of_kind = (beta, None) if shape.is_delta else (None, d)
+        weights = ScanWeights(a_log, self.dt_bias, of_kind[1])
         return self.kernels.scan(mixed, gates, of_kind[0], weights, step, shape)
 
     def prefill(self, x: Tensor, slot: int, start: int, pad: int = 0) -> Tensor:
@@ -94,23 +99,27 @@ class Mixer(NamedTuple):
         rows = Rows(owners, starts, torch.full_like(ends, width), ends, span=width)
         stacked = Trail(
             torch.full((2, width, 2, *shape.conv_shape), math.nan),
-            torch.full((2, width, 2, *shape.scan_shape), math.nan),
+            torch.full((2, width, 2, *shape.scan_shape), math.nan) if shape.has_scan else None,
         )
-        trail = Trail(stacked.conv[:, :, 1], stacked.scan[:, :, 1])
-        before = [part.clone() for part in self.states]
+        trail = Trail(*(part if part is None else part[:, :, 1] for part in stacked))
+        before = [part.clone() for part in there(self.states)]
         out = self.run(x.repeat(2, 1), Tokens(slots, positions), rows, trail)
-        assert all(torch.equal(a, b) for a, b in zip(before, self.states, strict=True))
-        assert not any(part[0].any() for part in trail)
+        assert all(torch.equal(a, b) for a, b in zip(before, there(self.states), strict=True))
+        assert not any(part[0].any() for part in there(trail))
         assert not out[:width].any()
         length = torch.zeros(SLOTS + 1, dtype=torch.int32)
         length[slot] = start + num_right
-        both = [torch.stack((torch.zeros_like(part), part)) for part in self.states[:4]]
+        both = [
+            part if part is None else torch.stack((torch.zeros_like(part), part))
+            for part in self.states[:4]
+        ]
+        left = Trail(*(part if part is None else part.nan_to_num() for part in stacked))
         self.kernels.commit_trail(
-            Trail(*(part.nan_to_num() for part in stacked)), owners, length,
+            left, owners, length,
             torch.tensor([0, num_right], dtype=torch.int32),
             States(*both, self.states.rows), shape,
         )  # fmt: skip
-        for part, changed in zip(self.states[:4], both, strict=True):
+        for part, changed in zip(there(self.states[:4]), there(both), strict=True):
             part.copy_(changed[1])
         return out[width : width + num_right]
 
@@ -122,20 +131,39 @@ def same(mixer: Mixer, mine: Tensor, other: Tensor) -> bool:
     return is_close if mixer.kernels.name == "reference" else torch.equal(mine, other)
 
 
+def sizes(shape: Scan) -> list[int]:
+    """Return the sizes of a token's inputs: those of the convolution, gates and beta."""
+    if not shape.has_scan:
+        return [3 * shape.channels, 0, 0]
+    return [shape.channels, shape.num_gates, shape.num_heads]
+
+
+def there(parts) -> list[Tensor]:
+    """Return those states that the shape has."""
+    return [part for part in parts if part is not None]
+
+
 def inputs(shape: Scan) -> Tensor:
     draw = torch.Generator().manual_seed(2)
-    return torch.randn(LENGTH, shape.channels + 2 * shape.num_heads, generator=draw)
+    return torch.randn(LENGTH, sum(sizes(shape)), generator=draw)
 
 
 def plainly(mixer: Mixer, x: Tensor) -> Tensor:
     """Compute the definition over a whole text, in loops over heads."""
-    shape, (a_log, dt_bias, d) = mixer.shape, mixer.heads.double()
-    x = x.double()
-    mixed, gates, beta = x.split([shape.channels, shape.num_heads, shape.num_heads], dim=1)
+    shape, (a_log, d) = mixer.shape, mixer.heads.double()
+    x, outer = x.double(), None
+    mixed, gates, beta = x.split(sizes(shape), dim=1)
+    if not shape.has_scan:
+        own, outer, values = mixed.chunk(3, dim=1)
+        mixed = own * values
     padded = torch.nn.functional.pad(mixed.T, (shape.conv_width - 1, 0))
     mixed = torch.nn.functional.conv1d(
         padded, mixer.weight.double()[:, None], mixer.bias.double(), groups=shape.channels
     ).T
+    if outer is not None:
+        return mixed * outer
+    steps = torch.nn.functional.softplus(gates + mixer.dt_bias.double())
+    steps = steps.view(len(x), shape.num_heads, -1)  # [tokens, heads, 1 or state_size]
     first, second, third = torch.nn.functional.silu(mixed).split([*shape.sizes], dim=1)
     outs = torch.zeros(len(x), *shape.scan_shape[:2], dtype=torch.float64)
     for head in range(shape.num_heads):
@@ -144,7 +172,7 @@ def plainly(mixer: Mixer, x: Tensor) -> Tensor:
         values = slice(head * shape.head_dim, (head + 1) * shape.head_dim)
         h = torch.zeros(*shape.scan_shape[1:], dtype=torch.float64)
         for t in range(len(x)):
-            dt = torch.nn.functional.softplus(gates[t, head] + dt_bias[head])
+            dt = steps[t, head]
             if shape.kind == "mamba":
                 dt = dt.clamp(*shape.dt_limit)
                 v, k, q = first[t, values], second[t, keys], third[t, keys]
@@ -174,10 +202,10 @@ class TestCuts:
         outs += [cut.verify(x[8:12], 2, 8, 3), cut.prefill(x[11:20], 2, 11)]
         outs += [cut.decode(x[20:], 2, 20)]
         assert same(cut, torch.cat(outs), wanted)
-        for mine, other in zip(cut.states, whole.states, strict=True):
+        for mine, other in zip(there(cut.states), there(whole.states), strict=True):
             assert same(cut, mine, other)
         untouched = Mixer.of(kernels, shape).states
-        for mine, other in zip(cut.states[:2], untouched[:2], strict=True):
+        for mine, other in zip(there(cut.states[:2]), there(untouched[:2]), strict=True):
             assert torch.equal(mine[[0, 1, 3]], other[[0, 1, 3]])
 
     @pytest.mark.parametrize("taken_by", ["prefill", "decode", "verify"])
@@ -185,12 +213,15 @@ class TestCuts:
         self, kernels: Kernels, shape: Scan, taken_by: str
     ) -> None:
         mixer, x = Mixer.of(kernels, shape), inputs(shape)
-        assert mixer.states.rows is not None and mixer.states.scan_kept is not None
-        before = mixer.states.scan_kept.clone()
+        table, kept = mixer.states.scan, mixer.states.scan_kept
+        if not shape.has_scan:
+            table, kept = mixer.states.conv, mixer.states.conv_kept
+        assert mixer.states.rows is not None and table is not None and kept is not None
+        before = kept.clone()
         mixer.states.rows[1] = torch.tensor([4, 0, 5])
         wanted = mixer.prefill(x, 1, 0)
         if taken_by != "prefill":
-            mixer.states.scan_kept.copy_(before)
+            kept.copy_(before)
             mixer.prefill(x[:6], 1, 0)
             if taken_by == "decode":
                 mixer.decode(x[6:], 1, 6)
@@ -199,10 +230,10 @@ class TestCuts:
                 mixer.prefill(x[10:22], 1, 10)
                 mixer.verify(x[22:], 1, 22, 2)
         for row in (0, 1, 2, 3, 6):
-            assert torch.equal(mixer.states.scan_kept[row], before[row])
+            assert torch.equal(kept[row], before[row])
         mixer.states.rows[3, 0] = 4
         assert same(mixer, mixer.decode(x[8:12], 3, 8), wanted[8:12])
-        assert torch.equal(mixer.states.scan[1], mixer.states.scan_kept[5])
+        assert torch.equal(table[1], kept[5])
 
     def test_a_wrong_draft_leaves_no_snapshot(self, kernels: Kernels, shape: Scan) -> None:
         mixer, x = Mixer.of(kernels, shape), inputs(shape)
@@ -229,3 +260,5 @@ def test_gates_and_norms() -> None:
         last = kernels.gate_norm(x, gates, weight[:4], 0.1, 4, gates_first=False)
         assert torch.allclose(last, normed(x, 4) * weight[:4].repeat(2) * silu)
         assert torch.allclose(kernels.gate_norm(x, gates, None, 0.1, 4, True), x * silu)
+        sigmoid = kernels.gate_norm(x, gates, weight, 0.1, 8, False, "sigmoid")
+        assert torch.allclose(sigmoid, normed(x, 8) * weight * gates.sigmoid())

@@ -16,7 +16,12 @@ from slotzero.kernels.types import Rows, Tokens
 from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights, States, Trail
 
 SLOTS, SNAPSHOTS, LENGTH, LAYERS = 5, 12, 512, 2
-KINDS = [Scan("mamba", 2, 12, 1, 12, 4, (0.01, 0.5)), Scan("delta", 2, 20, 1, 12, 3)]
+KINDS = [
+    Scan("mamba", 2, 12, 1, 12, 4, (0.01, 0.5)),
+    Scan("delta", 2, 20, 1, 12, 3),
+    Scan("kda", 2, 20, 2, 12, 3),
+    Scan("conv", 20, 1, 0, 0, 4),
+]
 
 
 @dataclass(frozen=True)
@@ -62,23 +67,32 @@ class Mixer:
         if shape.interval:
             kept = (
                 self.nothing(SNAPSHOTS + 1, *shape.conv_shape).to(dtype),
-                self.nothing(SNAPSHOTS + 1, *shape.scan_shape).to(state_dtype),
+                self.of_scan(SNAPSHOTS + 1),
                 torch.zeros(SLOTS + 1, LENGTH // shape.interval, dtype=torch.int32, device=device),
             )
         self.states = States(
             self.nothing(SLOTS + 1, *shape.conv_shape).to(dtype),
-            self.nothing(SLOTS + 1, *shape.scan_shape).to(state_dtype),
+            self.of_scan(SLOTS + 1),
             *kept,
         )
-        size = shape.channels + 2 * shape.num_heads
+        self.sizes = [shape.channels, shape.num_gates, shape.num_heads]  # mixed, gates, beta
+        if not shape.has_scan:
+            self.sizes = [3 * shape.channels, 0, 0]
+        size = sum(self.sizes)
         self.texts = self.random(SLOTS + 1, LENGTH, size).to(dtype)
         self.texts[0] = math.nan
         self.weight = self.random(shape.channels, shape.conv_width).to(dtype)
         self.bias = self.random(shape.channels).to(dtype)
-        self.heads = self.random(3, shape.num_heads)  # a_log, dt_bias, d
+        self.heads = self.random(2, shape.num_heads)  # a_log, d
+        self.dt_bias = self.random(shape.num_gates)
 
     def nothing(self, *size: int) -> Tensor:
         return torch.full(size, math.nan, device=self.device)
+
+    def of_scan(self, *rows: int) -> Tensor | None:
+        if not self.shape.has_scan:
+            return None
+        return self.nothing(*rows, *self.shape.scan_shape).to(self.state_dtype)
 
     def random(self, *size: int) -> Tensor:
         return torch.randn(size, generator=self.draw).to(self.device)
@@ -96,12 +110,14 @@ class Mixer:
         self, x: Tensor, tokens: Tokens, rows: Rows | None, trail: Trail | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run the mixer, and return the convolution's input and the result."""
-        shape, (a_log, dt_bias, d) = self.shape, self.heads
-        mixed, gates, beta = x.split([shape.channels, shape.num_heads, shape.num_heads], dim=1)
+        shape, (a_log, d) = self.shape, self.heads
+        mixed, gates, beta = x.split(self.sizes, dim=1)
         step = RecurrentStep(tokens, rows, self.states, trail)
         mixed = self.kernels.convolve(mixed, self.weight, self.bias, step, shape)
-        is_delta = shape.kind == "delta"
-        weights = ScanWeights(a_log, dt_bias, None if is_delta else d)
+        if not shape.has_scan:
+            return mixed, mixed
+        is_delta = shape.is_delta
+        weights = ScanWeights(a_log, self.dt_bias, None if is_delta else d)
         out = self.kernels.scan(mixed, gates, beta if is_delta else None, weights, step, shape)
         return mixed, out
 
@@ -117,14 +133,14 @@ class Mixer:
         rows = len(step.rows) + step.pad_rows, step.span, LAYERS
         stacked = Trail(
             self.nothing(*rows, *self.shape.conv_shape).to(self.dtype),
-            self.nothing(*rows, *self.shape.scan_shape).to(self.state_dtype),
+            self.of_scan(*rows),
         )
-        before = [part.clone() for part in self.states[:2]]
-        out = self.run(step, Trail(stacked.conv[:, :, 1], stacked.scan[:, :, 1]))
-        for part, old in zip(self.states[:2], before, strict=True):
+        before = [part.clone() for part in there(self.states[:2])]
+        out = self.run(step, Trail(*(part if part is None else part[:, :, 1] for part in stacked)))
+        for part, old in zip(there(self.states[:2]), before, strict=True):
             assert torch.equal(part.isnan(), old.isnan())
             assert torch.equal(part.nan_to_num(), old.nan_to_num())
-        assert all(part[:, :, 0].isnan().all() for part in stacked)
+        assert all(part[:, :, 0].isnan().all() for part in there(stacked))
         return out, stacked
 
     def commit(self, step: Step, stacked: Trail, num_right: list[int]) -> None:
@@ -142,6 +158,11 @@ class Mixer:
         for part, changed in zip(self.states[:4], both, strict=True):
             if part is not None:
                 part.copy_(changed[1])
+
+
+def there(parts) -> list[Tensor]:
+    """Return those states that the shape has."""
+    return [part for part in parts if part is not None]
 
 
 class Pair:
@@ -165,7 +186,7 @@ class Pair:
     def verify(self, step: Step, num_right: list[int]) -> None:
         (out, trail), (want, left) = self.card.verify(step), self.reference.verify(step)
         self.same(out, want)
-        for mine, expected in zip(trail, left, strict=True):
+        for mine, expected in zip(there(trail), there(left), strict=True):
             self.same(mine[:, :, 1].cpu(), expected[:, :, 1])
         self.card.commit(step, trail, num_right)
         self.reference.commit(step, left, num_right)

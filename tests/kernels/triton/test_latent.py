@@ -14,6 +14,7 @@ from slotzero.kernels.types import (
     Angles,
     Branches,
     Heads,
+    IndexShape,
     MlaShape,
     MlaWeights,
     PagedKv,
@@ -455,6 +456,12 @@ def test_the_plan_of_latent_heads_is_its_own(device):
     case = Case(SMALL, [(3, 1)], device, span=1, decode=True)
     plan = TritonKernels().plan(Tokens(*(t.to(device) for t in case.tokens)), None, case.heads)
     assert isinstance(plan, MlaPlan)
+
+
+def test_an_indexer_is_refused():
+    shape = MlaShape(128, 64, 128, IndexShape(64, 128, 2048))
+    with pytest.raises(UnsupportedModelError, match=r"index_topk: 2048.*--backend cpu"):
+        TritonKernels().refuse(Heads(128, 1, 704, 512, 1e-6, 1.0, mla=shape))
 
 
 def test_sizes_that_fit_no_kernel_are_refused():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slotzero.kernels.attention_plans import PrefillPlan, TorchPlan
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.torch_ops import rotate
+from slotzero.kernels.torch_rotation import rotate
 from slotzero.kernels.triton.attention import prefill
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.kernels.types import Angles, Branches, Heads, PagedKv, QkNorms, Rows, Tokens

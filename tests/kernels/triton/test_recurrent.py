@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 import torch
-from recurrence import KINDS, Mixer, Pair, Step
+from recurrence import KINDS, Mixer, Pair, Step, there
 
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.reference import ReferenceKernels
@@ -79,7 +79,7 @@ def test_snapshots_are_taken_and_restored(device, shape):
         Step([(1, 3 * i, i - 2), (2, 7, i - 7)]),
     )
     pair.verify(Step([(2, i, 3), (1, 4 * i - 2, 3)], span=3), [1, 2])
-    assert not pair.card.states.scan_kept[[3, 7, 9]].isnan().any()
+    assert not pair.card.states.conv_kept[[3, 7, 9]].isnan().any()
     pair.keep(3, 0, 7)
     pair.keep(4, 2, 3)
     pair.keep(5, 3, 9)
@@ -92,11 +92,11 @@ def test_a_text_may_repeat_itself(device, shape, monkeypatch):
     """The hardest chunk of a delta rule has equal keys, strengths of almost 1, and no decay; the
     hardest one of Mamba has much decay at once."""
     monkeypatch.setattr(recurrent_chunks, "WIDE_CHUNK", 64)
-    pair = Pair(device, shape, NEAR if shape.kind == "delta" else 10 * NEAR)  # exp of large sums
+    pair = Pair(device, shape, NEAR if shape.is_delta else 10 * NEAR)  # exp of large sums
     for mixer in (pair.card, pair.reference):
         mixer.texts[2] = mixer.texts[2, :1]
         mixer.texts[2, :, -shape.num_heads :] = 6.0
-        mixer.heads[0] = -9.0 if shape.kind == "delta" else 4.0
+        mixer.heads[0] = -9.0 if shape.is_delta else 4.0
     pair.run(Step([(2, 0, 70)]), Step([(2, 70, 4)]))
 
 
@@ -116,7 +116,7 @@ def test_small_mixers(device, kind, sizes):
 
 def copies(mixer: Mixer, shape: Scan, device, half) -> Mixer:
     other = Mixer(TritonKernels(), shape, device, dtype=half)
-    for mine, theirs in zip(other.states, mixer.states, strict=True):
+    for mine, theirs in zip(there(other.states), there(mixer.states), strict=True):
         mine.copy_(theirs)
     return other
 
@@ -143,7 +143,7 @@ def test_a_row_has_the_same_bits_in_every_step(device, half, shape):
             out = mixer.verify(step)[0] if span else mixer.run(step)
             for slot, start, count in step.rows:
                 at = step.places().index((slot, start))
-                left = [mixer.states.conv[slot], mixer.states.scan[slot]]
+                left = [part[slot] for part in there(mixer.states[:2])]
                 bits = [part.cpu().clone() for part in (out[at : at + count], *left)]
                 wanted = found.setdefault(slot, bits)
                 assert not bits[0].isnan().any()
@@ -162,14 +162,14 @@ def test_a_recorded_step_takes_any_rows(device, half, shape):
     buffers = recorded.given(first)
     x, tokens, rows = buffers
     replay = record(lambda: recorded.mix(*buffers)[1])
-    for state, begun in zip(recorded.states[:2], eager.states[:2], strict=True):
+    for state, begun in zip(there(recorded.states[:2]), there(eager.states[:2]), strict=True):
         state.copy_(begun)  # NaN included, with the same bits
     new_x, new_tokens, new_rows = recorded.given(other)
     x.copy_(new_x)
     for buffer, new in zip((*tokens, *rows[:4]), (*new_tokens, *new_rows[:4]), strict=True):
         buffer.copy_(new)
     assert same_bits(replay().cpu(), eager.run(other))
-    for state, wanted in zip(recorded.states[:2], eager.states[:2], strict=True):
+    for state, wanted in zip(there(recorded.states[:2]), there(eager.states[:2]), strict=True):
         assert same_bits(state.cpu(), wanted.cpu())
 
 

@@ -53,7 +53,7 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 from slotzero.kernels.triton.linear.activation import LOG2E
-from slotzero.kernels.types import Angles, Heads, MlaShape, MlaWeights, PagedKv, Tokens
+from slotzero.kernels.types import Angles, Heads, IndexInputs, MlaShape, MlaWeights, PagedKv, Tokens
 
 MAX_LATENT, MAX_ROPE_DIM = 512, 64  # what the tiles hold, for any number of heads
 MOST_PAGES = tl.constexpr(8)  # of a tile, if every thread is to hold their numbers
@@ -332,8 +332,9 @@ def mla_attention(
     kv: PagedKv,
     plan: AttentionPlan,
     heads: Heads,
+    index: IndexInputs | None = None,
 ) -> Tensor:
-    assert heads.mla is not None and isinstance(plan, MlaPlan)
+    assert heads.mla is not None and isinstance(plan, MlaPlan) and index is None
     num, num_heads = len(q), heads.num_heads
     query = q.new_empty(num, num_heads, heads.head_dim)
     own = None if plan.own is None else k.new_empty(num, heads.head_dim)

@@ -22,7 +22,8 @@ def _exp(x):
 
 @triton.jit
 def _route_kernel(
-    scores, correction, factors, slots, routing_weights, experts, factor, scores_stride,
+    scores, correction, factors, slots, routing_weights, experts, factor, norm_eps,
+    scores_stride,
     GROUPS: tl.constexpr, EACH: tl.constexpr, TOP_GROUPS: tl.constexpr, JUDGED_BY: tl.constexpr,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, KIND: tl.constexpr, IS_NORMED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHOICES: tl.constexpr, PDL: tl.constexpr,
@@ -83,7 +84,7 @@ def _route_kernel(
         its_weight = its_weight.to(scores.dtype.element_ty).to(tl.float32)  # as in training
     else:
         if IS_NORMED:
-            its_weight /= tl.sum(tl.where(is_chosen, its_weight, 0.0), axis=0) + 1e-20
+            its_weight /= tl.sum(tl.where(is_chosen, its_weight, 0.0), axis=0) + norm_eps
         its_weight *= factor
     if factors is not None:
         its_weight *= tl.load(factors + chosen, mask=is_chosen, other=1.0).to(tl.float32)
@@ -106,7 +107,7 @@ def route(
     launch(
         _route_kernel, (len(scores),),
         scores, weights.correction, weights.factors, slots, routing_weights, experts, shape.factor,
-        scores.stride(0),
+        shape.norm_eps, scores.stride(0),
         GROUPS=shape.num_groups, EACH=each, TOP_GROUPS=shape.top_groups,
         JUDGED_BY=shape.scores_per_group, TOP_K=shape.top_k, SHARED=shape.num_shared,
         KIND=shape.scores,

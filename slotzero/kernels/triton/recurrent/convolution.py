@@ -25,40 +25,52 @@ MAX_WIDTH = 4
 def _input(
     x, table, kept, rows, token, before, slot, start, channel, is_channel, x_stride, rows_stride,
     LAG: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, INTERVAL: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """Return the input LAG tokens before a token that has `before` tokens of its row before it;
     zeros where the convolution does not reach."""
     value = tl.zeros(channel.shape, tl.float32)
     if LAG < WIDTH:
         is_own = tl.where(before >= LAG, is_channel, False)
-        value = tl.load(x + (token - LAG) * x_stride + channel, mask=is_own, other=0.0)
+        value = _given(x + (token - LAG) * x_stride + channel, is_own, SIZE, GATED)
         is_old = tl.where(before >= LAG, False, is_channel)
         offset = channel * (WIDTH - 1) + (WIDTH - 1 - LAG) + before
         held: tl.constexpr = SIZE * (WIDTH - 1)
         old = load_begin(
             table, kept, rows, slot, start, rows_stride, offset, is_old, held, INTERVAL
         )
-        value = tl.where(is_own, value.to(tl.float32), old)
+        value = tl.where(is_own, value, old)
     return value
+
+
+@triton.jit
+def _given(at, mask, SIZE: tl.constexpr, GATED: tl.constexpr):
+    """Return a token's inputs: the values, or their product with the gates in the same dtype."""
+    value = tl.load(at, mask=mask, other=0.0)
+    if GATED:
+        dtype: tl.constexpr = at.dtype.element_ty
+        other = tl.load(at + 2 * SIZE, mask=mask, other=0.0).to(tl.float32)
+        value = (value.to(tl.float32) * other).to(dtype)
+    return value.to(tl.float32)
 
 
 @triton.jit
 def _inputs(
     x, table, kept, rows, token, before, slot, start, channel, is_channel, x_stride, rows_stride,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, INTERVAL: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, INTERVAL: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Return the last three inputs before a token, the oldest first."""
     oldest = _input(
         x, table, kept, rows, token, before, slot, start, channel, is_channel,
-        x_stride, rows_stride, 3, SIZE, WIDTH, INTERVAL,
+        x_stride, rows_stride, 3, SIZE, WIDTH, INTERVAL, GATED,
     )  # fmt: skip
     older = _input(
         x, table, kept, rows, token, before, slot, start, channel, is_channel,
-        x_stride, rows_stride, 2, SIZE, WIDTH, INTERVAL,
+        x_stride, rows_stride, 2, SIZE, WIDTH, INTERVAL, GATED,
     )  # fmt: skip
     old = _input(
         x, table, kept, rows, token, before, slot, start, channel, is_channel,
-        x_stride, rows_stride, 1, SIZE, WIDTH, INTERVAL,
+        x_stride, rows_stride, 1, SIZE, WIDTH, INTERVAL, GATED,
     )  # fmt: skip
     return oldest, older, old
 
@@ -90,7 +102,7 @@ def _convolve_kernel(
     x, weight, bias, slots, positions, table, kept, rows, trail, out,
     num_tokens, x_stride, rows_stride, trail_stride, trail_step,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, INTERVAL: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Convolve some channels of some tokens. SPAN: tokens of every row; 0: rows are ragged."""
     may_follow(PDL)
@@ -111,17 +123,22 @@ def _convolve_kernel(
     last_slot, last_position = tl.full([], 0, tl.int64), 0
     for token in range(first, tl.minimum(first + TOKENS, num_tokens)):
         slot, position = tl.load(slots + token).to(tl.int64), tl.load(positions + token)
-        new = tl.load(x + token * x_stride + channel, mask=is_channel, other=0.0).to(tl.float32)
+        new = _given(x + token * x_stride + channel, is_channel, SIZE, GATED)
         if (slot > 0) & ((slot != last_slot) | (position != last_position + 1)):
             before = 0  # tokens of its row before it, at most three
             if SPAN != 1:
                 before = _num_before(slots, positions, token, slot, position)
             oldest, older, old = _inputs(
                 x, table, kept, rows, token, before, slot, position - before, channel, is_channel,
-                x_stride, rows_stride, SIZE, WIDTH, INTERVAL,
+                x_stride, rows_stride, SIZE, WIDTH, INTERVAL, GATED,
             )  # fmt: skip
         total = oldest * by_oldest + older * by_older + old * by_old + new * by_new + shift
-        result = tl.where(slot > 0, total * tl.sigmoid(total), 0.0)
+        if GATED:
+            at = x + token * x_stride + SIZE + channel
+            gate = tl.load(at, mask=is_channel, other=0.0).to(tl.float32)
+        else:
+            gate = tl.sigmoid(total)
+        result = tl.where(slot > 0, total * gate, 0.0)
         tl.store(out + token * SIZE + channel, result.to(out.dtype.element_ty), mask=is_channel)
         oldest, older, old = older, old, new
         last_slot, last_position = slot, position
@@ -160,8 +177,8 @@ def _num_before(slots, positions, token, slot, position):
 @triton.jit(do_not_specialize=["rows_stride"])
 def _store_state_kernel(
     x, slots, row_slots, row_starts, row_counts, row_ends, table, kept, rows, x_stride, rows_stride,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, INTERVAL: tl.constexpr, PADDED: tl.constexpr,
-    CHANNELS: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, INTERVAL: tl.constexpr, GATED: tl.constexpr,
+    PADDED: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the last inputs of a row to the state of its slot."""
     may_follow(PDL)
@@ -179,7 +196,7 @@ def _store_state_kernel(
     before = tl.minimum(num, 3)
     oldest, older, old = _inputs(
         x, table, kept, rows, past, before, slot, start, channel, is_channel,
-        x_stride, rows_stride, SIZE, WIDTH, INTERVAL,
+        x_stride, rows_stride, SIZE, WIDTH, INTERVAL, GATED,
     )  # fmt: skip
     tl.debug_barrier()  # every thread has read the old state
     _store_inputs(
@@ -200,7 +217,7 @@ def convolve(
             f"a convolution over {shape.conv_width} tokens: the kernels for CUDA reach over 2 to "
             f"{MAX_WIDTH}; run the model with --backend cpu"
         )
-    num_tokens, size = x.shape
+    num_tokens, size, is_gated = len(x), shape.channels, shape.kind == "conv"
     out = x.new_empty(num_tokens, size)
     span = 1 if rows is None else rows.span
     is_alone = span == 1 and trail is None
@@ -213,14 +230,14 @@ def convolve(
         x, weight, bias, *tokens, states.conv, states.conv_kept, kept_rows, left, out,
         num_tokens, x.stride(0), rows_stride, *strides,
         SIZE=size, WIDTH=shape.conv_width, SPAN=span, INTERVAL=shape.interval,
-        TOKENS=at_once, CHANNELS=CHANNELS, **overlap(),
+        GATED=is_gated, TOKENS=at_once, CHANNELS=CHANNELS, **overlap(),
     )  # fmt: skip
     if rows is not None and not is_alone and trail is None:
         launch(
             _store_state_kernel, (triton.cdiv(size, CHANNELS), len(rows.slots)),
             x, tokens.slots, *rows[:4], states.conv, states.conv_kept, kept_rows,
             x.stride(0), rows_stride,
-            SIZE=size, WIDTH=shape.conv_width, INTERVAL=shape.interval, PADDED=span > 0,
-            CHANNELS=CHANNELS, **overlap(),
+            SIZE=size, WIDTH=shape.conv_width, INTERVAL=shape.interval, GATED=is_gated,
+            PADDED=span > 0, CHANNELS=CHANNELS, **overlap(),
         )  # fmt: skip
     return out

@@ -50,6 +50,8 @@ def commit_trail(
         (trail.conv, states.conv, states.conv_kept),
         (trail.scan, states.scan, states.scan_kept),
     ):
+        if table is None or left is None:
+            continue
         layers, num_slots = table.shape[:2]
         size = table[0, 0].numel()
         launch(
