@@ -10,7 +10,7 @@ from shadow import Shadow
 from traced import Traced, prompts_of
 
 from slotzero import LLM, SamplingParams
-from slotzero.errors import RecordingError
+from slotzero.errors import RecordingError, UnsupportedModelError
 from slotzero.graph.cuda import CudaBackend
 from slotzero.graph.transfer import DEPTH, DownloadRing
 
@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 SETTINGS = {"backend": "cuda", "dtype": "float32", "kv_cache_memory": 1 << 28}
+CPU_ONLY = ("deepseek-v3.2",)
 QUIET = {"skip_tokenizer_init": True, "show_progress": False}
 
 
@@ -31,13 +32,19 @@ def expect_equal(traced: Traced, oracle, prompts) -> None:
         assert (torch.stack(traced.logits[request_id]) - logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in CPU_ONLY])
 def test_family_equals_transformers(oracles, family):
     oracle = oracles(family)
     traced = Traced(oracle.path, **SETTINGS, max_num_seqs=4, enable_prefix_caching=False)
     expect_equal(traced, oracle, prompts_of([60, 7, 33, 1], oracle.vocab_size))
     assert traced.engine.worker.decode.counts.replays > 0
     assert {r.backend for r in traced.engine.worker.decode.records.values()} == {"cuda"}
+
+
+@pytest.mark.parametrize("family", CPU_ONLY)
+def test_a_family_without_gpu_kernels_is_refused_by_name(oracles, family):
+    with pytest.raises(UnsupportedModelError, match="indexer"):
+        Traced(oracles(family).path, **SETTINGS)
 
 
 def test_float16_does_not_round_its_logits(oracles):
