@@ -488,7 +488,13 @@ FAMILIES = {
     ),
     "minimax-m2": Family(
         "MiniMaxM2",
-        {**_moe("num_local_experts"), "head_dim": 24, "rotary_dim": 16, "intermediate_size": 40},
+        {
+            **_moe("num_local_experts"),
+            "head_dim": 24,
+            "rotary_dim": 16,
+            "rope_parameters": {**ROPE, "rope_type": "default", "partial_rotary_factor": 2 / 3},
+            "intermediate_size": 40,
+        },
     ),
     "ernie-moe": Family(
         "Ernie4_5_Moe",

@@ -29,6 +29,7 @@ from slotzero.models.rope import RopeConfig, correction, parse_rope
 
 Config = Mapping[str, Any]
 
+SPARSE = {"indexed_attention", "deepseek_sparse_attention"}  # the latter in older configs
 NORM_EPS = 1e-6  # of the norms inside attention; rms_norm_eps applies to the other norms only
 
 
@@ -43,9 +44,11 @@ def parse_v3(config: Config) -> ModelConfig:
 
 
 def parse_v32(config: Config) -> ModelConfig:
-    if config.get("layer_types") is not None:
-        require(
-            config, "layer_types", ["indexed_attention"] * positive(config, "num_hidden_layers")
+    other = sorted(set(config.get("layer_types") or ()) - SPARSE)
+    if other:
+        raise UnsupportedModelError(
+            f"config field layer_types contains {', '.join(other)}: only indexed_attention is "
+            "implemented"
         )
     if config.get("q_lora_rank") is None:
         raise UnsupportedModelError("config field q_lora_rank is missing: the indexer needs it")

@@ -134,7 +134,7 @@ def _unpack_kernel(
     may_follow(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
     depth = tl.program_id(1)
-    eight = tl.arange(0, 32)[None, :, None]  # neighbours along the inner dimension: chunk and lane
+    eight = tl.arange(0, 16)[None, :, None]  # neighbours along the inner dimension: chunk and lane
     place = tl.arange(0, 8)[None, None, :]
     inside = row < rows
     wait_for_writer(PDL)
