@@ -465,7 +465,7 @@ class Oracle:
     def _decode(self, prompt: list[int], num_tokens: int) -> Answer:
         # transformers grows dynamic RoPE in place and keeps it, so reset it for every request
         if self.rotary is not None:
-            self.model.model.rotary_emb = copy.deepcopy(self.rotary)
+            self.model.get_decoder().rotary_emb = copy.deepcopy(self.rotary)
         ids, cache, tokens, rows = torch.tensor([prompt]), None, [], []
         for _ in range(num_tokens):
             out = self.model(ids, past_key_values=cache, use_cache=True)
@@ -500,5 +500,5 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
         elif name.endswith("layer_scalar"):
             buffer.copy_(torch.nn.init.uniform_(buffer, 0.5, 1.5).to(dtype))  # rounded as on disk
     model.save_pretrained(folder)
-    rotary = copy.deepcopy(getattr(model.model, "rotary_emb", None))
+    rotary = copy.deepcopy(getattr(model.get_decoder(), "rotary_emb", None))
     return Oracle(folder, model, rotary, config.vocab_size)

@@ -97,11 +97,16 @@ def architecture_of(model_type: str) -> str:
     return known.get(model_type, model_type)
 
 
+def architecture_in(config: Config) -> str:
+    """Return the architecture that a config.json names, directly or by its model_type."""
+    named = architecture_of(str(config.get("model_type")))
+    architecture: str = (config.get("architectures") or [named])[0]
+    return architecture
+
+
 def family_of(config: Config) -> Family:
     """Return the family that a config.json names."""
-    known = families()
-    named = architecture_of(str(config.get("model_type")))
-    architecture = (config.get("architectures") or [named])[0]
+    known, architecture = families(), architecture_in(config)
     family = known.get(architecture)
     if family is None:
         raise UnsupportedModelError(

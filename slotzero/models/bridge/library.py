@@ -1,0 +1,125 @@
+"""The library transformers: imported when a model first needs it, with an error that names the
+remedy if it is missing, and the model class that a config.json names."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from slotzero.errors import ConfigError, UnsupportedModelError
+from slotzero.quantization.quantization import CHOICE
+
+IMPLEMENTATION = "slotzero"
+"""Name of our attention in transformers' attention interface. There is no function for masks under
+this name, so models make no mask."""
+MASKED = "slotzero_masks"
+"""The same attention, for a pass in which models make their masks."""
+_EXPERTS = "batched_mm"  # the experts of a token are gathered: no shape depends on the routing
+_OWN_FIELDS = (CHOICE, "quantization_config")
+
+
+@cache
+def transformers() -> Any:
+    """Import transformers; raise if it is not installed."""
+    try:
+        library = importlib.import_module("transformers")
+    except ImportError:
+        raise UnsupportedModelError(
+            "the bridge needs the package transformers: pip install 'slotzero[transformers]'"
+        ) from None
+    if not hasattr(library, "AttentionInterface"):
+        raise UnsupportedModelError(
+            f"the bridge needs a newer transformers than {library.__version__}: "
+            "pip install --upgrade 'slotzero[transformers]'"
+        )
+    return library
+
+
+def register_attention(attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Enter our attention under both names, and the function that stands for a mask."""
+    library = transformers()
+    for name in (IMPLEMENTATION, MASKED):
+        library.AttentionInterface.register(name, attend)
+    library.AttentionMaskInterface.register(MASKED, mask)
+
+
+def model_class(config: Mapping[str, Any]) -> Any:
+    """Return transformers' class of causal language models for this config.json."""
+    library, named = transformers(), (config.get("architectures") or [None])[0]
+    if named is None:
+        mapping = library.MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = type(library_config(config))
+        if kind not in mapping:
+            raise UnsupportedModelError(
+                f"config field model_type={config.get('model_type')!r}: transformers "
+                f"{library.__version__} has no causal language model of this type"
+            )
+        return mapping[kind]
+    found = getattr(library, str(named), None)
+    if found is None:
+        code = " (its code is part of the checkpoint, which is not run)"
+        raise UnsupportedModelError(
+            f"architecture {named!r} is neither a family of Slotzero nor a class of transformers "
+            f"{library.__version__}{code if config.get('auto_map') else ''}"
+        )
+    if not str(named).endswith(("ForCausalLM", "LMHeadModel")):
+        raise UnsupportedModelError(
+            f"architecture {named!r} is not a causal language model: the bridge to transformers "
+            "runs classes that end in ForCausalLM or LMHeadModel"
+        )
+    return found
+
+
+def library_config(config: Mapping[str, Any]) -> Any:
+    """Return transformers' config object, with our attention chosen."""
+    library = transformers()
+    _refuse_quantized(config)
+    fields = {name: value for name, value in config.items() if name not in _OWN_FIELDS}
+    kind = fields.pop("model_type", None)
+    if kind not in library.CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"config field model_type={kind!r} is unknown to transformers {library.__version__}"
+        )
+    try:
+        made = library.CONFIG_MAPPING[kind].from_dict(fields)
+    except Exception as error:  # its validation raises many types
+        raise UnsupportedModelError(
+            f"transformers refuses this config.json: {first_line(error)}"
+        ) from error
+    made._attn_implementation = IMPLEMENTATION
+    made.use_cache = False
+    return made
+
+
+def choose_experts(made: Any, kind: Any) -> None:
+    """Choose experts whose code does not depend on the routing, if the class has a choice."""
+    if kind._can_set_experts_implementation():
+        made._experts_implementation = _EXPERTS
+
+
+@contextmanager
+def attention_with_masks(made: Any) -> Any:
+    """Let models make masks while this context is open."""
+    made._attn_implementation = MASKED
+    try:
+        yield
+    finally:
+        made._attn_implementation = IMPLEMENTATION
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _refuse_quantized(config: Mapping[str, Any]) -> None:
+    if config.get("quantization_config"):
+        raise UnsupportedModelError(
+            "config field quantization_config: the bridge to transformers loads unquantised "
+            "checkpoints only; use the unquantised one"
+        )
+    if config.get(CHOICE, "auto") not in ("auto", "none"):
+        raise ConfigError(
+            f"quantization={config[CHOICE]}: the bridge to transformers keeps weights as they are "
+            "stored; drop the setting"
+        )
