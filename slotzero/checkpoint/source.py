@@ -104,9 +104,7 @@ def _is_too_long(path: Path) -> bool:
     return False
 
 
-def _open_folder(
-    path: Path, name: str | None, dummy: bool, model_impl: str | None
-) -> Checkpoint:
+def _open_folder(path: Path, name: str | None, dummy: bool, model_impl: str | None) -> Checkpoint:
     if model_impl is not None:
         refuse_unknown(folder_config(path), model_impl)
     if not dummy:

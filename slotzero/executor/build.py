@@ -8,6 +8,7 @@
 All tensors that CUDA graphs read are registered in this process, never after the first capture.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,6 @@ from slotzero.executor.limits import (
     choose_kv_dtype,
     eager_prefill_sizes,
     group_shapes,
-    refuse_bridged_speculation,
     resolve_limits,
     state_shape,
     unpack_if_faster,
@@ -58,6 +58,8 @@ from slotzero.runners.results import ResultRing
 from slotzero.speculative.build import DraftTarget, Prepared, prepare_drafter
 from slotzero.speculative.drafter import Drafter
 from slotzero.speculative.speculation import SpeculativeRunners, speculation_tables
+
+_log = logging.getLogger("slotzero")
 
 KV_SCALES = "kv_scales"
 """Name in the registry of the scales of a KV group, before the group's name."""
@@ -108,6 +110,16 @@ class _Builder:
         self._device, self._backend = choose_backend(config)
         self._dtype = choose_dtype(config.dtype, self._device, checkpoint.config)
         parsed = parse_model(checkpoint.config, config.model_impl)
+        if (
+            isinstance(parsed, BridgedConfig)
+            and config.model_impl == "auto"
+            and not self._ranks.rank
+        ):
+            _log.warning(
+                "%s has no family in Slotzero: it runs over the bridge to transformers (see "
+                "--model-impl)",
+                parsed.architecture,
+            )
         if isinstance(parsed, ModelConfig):
             parsed = unpack_if_faster(parsed, config.quantization, self._device, self._dtype)
         self._whole: ModelShape = parsed
@@ -171,7 +183,7 @@ class _Builder:
         )
 
     def _load(self) -> _Loaded:
-        config, registry, kernels = self._config, self._registry, self._kernels
+        registry, kernels = self._registry, self._kernels
         for group in self._model.groups:
             for heads in group.shapes:
                 kernels.refuse(heads, self._kv_dtype is CODES)
@@ -197,26 +209,11 @@ class _Builder:
         if model.recurrent is not None:
             model = model.with_snapshots(config.snapshot_interval)
         decoder = Decoder(model, weights, turns, kernels, routing, self._ranks)
-        drafter = None
-        if config.speculative is not None:
-            target = DraftTarget(
-                whole,
-                decoder.vocabulary,
-                routing,
-                self._checkpoint,
-                registry,
-                kernels,
-                self._dtype,
-                self._kv_dtype is CODES,
-                self._progress,
-            )
-            drafter = prepare_drafter(config, target)
-        return _Loaded(self._model, weights, decoder, drafter)
+        return _Loaded(self._model, weights, decoder, self._drafter(decoder, routing))
 
     def _load_bridged(self, model: BridgedConfig, turns: Mapping[str, Tensor]) -> _Loaded:
         """Load a model of transformers."""
         config = self._config
-        refuse_bridged_speculation(config)
         seed = config.weights_seed if config.load_format == "dummy" else None
         decoder = load_bridged(
             model,
@@ -228,7 +225,26 @@ class _Builder:
             self._progress,
             seed,
         )
-        return _Loaded(model, None, decoder, None)
+        return _Loaded(model, None, decoder, self._drafter(decoder, None))
+
+    def _drafter(self, decoder: Model, routing: Routing | None) -> Prepared | None:
+        config = self._config
+        if config.speculative is None:
+            return None
+        target = DraftTarget(
+            self._whole,
+            decoder,
+            routing,
+            self._checkpoint,
+            self._registry,
+            self._kernels,
+            self._dtype,
+            self._kv_dtype is CODES,
+            self._progress,
+            self._ranks,
+            config.speculative,
+        )
+        return prepare_drafter(config, target)
 
     def _weights(self, whole: ModelConfig) -> DecoderWeights:
         config, ranks = self._config, self._ranks

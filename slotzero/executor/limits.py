@@ -296,11 +296,3 @@ def group_shapes(groups: Sequence[KvGroup], page_size: int, dtype: torch.dtype) 
         )
         for g in groups
     ]
-
-
-def refuse_bridged_speculation(config: EngineConfig) -> None:
-    """Raise if drafts are wanted for a model of transformers."""
-    if config.speculative is not None:
-        raise ConfigError(
-            f"speculative={config.speculative}: the bridge to transformers has no drafts; drop it"
-        )

@@ -40,9 +40,7 @@ RankTask = Callable[[EngineConfig, RankGroup], Any]
 """A task that a rank runs instead of waiting for steps; its result is the rank's report."""
 
 
-def start_ranks(
-    config: EngineConfig, model: ModelShape, task: RankTask | None = None
-) -> RankGroup:
+def start_ranks(config: EngineConfig, model: ModelShape, task: RankTask | None = None) -> RankGroup:
     """Start the other ranks of an engine; raise before that if the model cannot be split."""
     size = config.tensor_parallel_size
     if config.executor == "ray":

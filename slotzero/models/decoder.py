@@ -31,11 +31,12 @@ from slotzero.models.blocks.parallel import ParallelInputs, ParallelMixers
 from slotzero.models.blocks.recurrent import RecurrentMixer
 from slotzero.models.config import ModelConfig
 from slotzero.models.layer import LayerForward, LayerStep, MixerInputs
-from slotzero.models.rope import speeds
 from slotzero.models.model import NO_TAPS, DecoderBatch, Model
+from slotzero.models.rope import speeds
 from slotzero.models.routing import Routing
 from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import DecoderWeights
+
 
 class LayerMemory(NamedTuple):
     """What the layers keep of earlier tokens: KV pages by group, and recurrent states."""

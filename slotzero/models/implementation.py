@@ -33,9 +33,8 @@ def parse_model(config: Config, wanted: str) -> ModelShape:
         if wanted != "auto":
             raise
         raise type(error)(
-            f"architecture {architecture_in(config)!r} is not supported; supported: "
-            f"{', '.join(families())}, and by the bridge to transformers others, but not this one: "
-            f"{error}"
+            f"architecture {architecture_in(config)!r} is not supported: the bridge to transformers "
+            f"cannot run it ({error}), and it is no family of Slotzero ({', '.join(families())})"
         ) from error
 
 

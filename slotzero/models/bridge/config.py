@@ -7,7 +7,8 @@ from typing import final
 from slotzero.distributed.ranks import Ranks
 from slotzero.errors import ConfigError
 from slotzero.kernels.types import Experts, Heads
-from slotzero.models.blocks.attention import FLAG, KvGroup
+from slotzero.models.blocks.attention import KvGroup
+from slotzero.models.blocks.block import FLAG
 from slotzero.models.model import RecurrentLayers
 from slotzero.models.rope import RopeConfig
 from slotzero.quantization.quantization import NOT_QUANTIZED, Quantization

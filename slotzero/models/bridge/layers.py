@@ -7,13 +7,12 @@ which hands the layer's code, arguments, weights and KV pages to the backend.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from slotzero.errors import ContractError
 from slotzero.graph import Pieces
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import Heads, QkNorms, ResidualNorms
+from slotzero.kernels.types import Heads, QkNorms
 from slotzero.models.blocks.attention import AttentionInputs
 from slotzero.models.bridge.attention import Call, Hook, hang
 from slotzero.models.bridge.body import Arguments, Body
@@ -80,7 +79,5 @@ class LayerPiece(Hook):
         if call.heads(heads.window) != heads:
             raise ContractError(f"{type(module).__name__}: its attention has changed its shape")
         angles, kv, plan = inputs
-        out = self._kernels.attention(
-            call.qkv, NO_NORMS, call.sinks, angles, kv, plan, heads
-        )
+        out = self._kernels.attention(call.qkv, NO_NORMS, call.sinks, angles, kv, plan, heads)
         return out.view(-1, heads.num_heads, heads.value_dim)

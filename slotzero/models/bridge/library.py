@@ -2,7 +2,7 @@
 remedy if it is missing, and the model class that a config.json names."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -99,13 +99,28 @@ def choose_experts(made: Any, kind: Any) -> None:
 
 
 @contextmanager
-def attention_with_masks(made: Any) -> Any:
+def attention_with_masks(made: Any) -> Iterator[None]:
     """Let models make masks while this context is open."""
     made._attn_implementation = MASKED
     try:
         yield
     finally:
         made._attn_implementation = IMPLEMENTATION
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Show neither the progress bars of transformers nor its report on tensors; both are ours."""
+    logging = transformers().utils.logging
+    level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bar:
+            logging.enable_progress_bar()
 
 
 def first_line(error: BaseException) -> str:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slotzero.errors import SlotzeroError, UnsupportedModelError
 from slotzero.models.bridge.library import first_line
+from slotzero.models.bridge.parts import Parts
 
 _FROM_HOST = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default")
 
@@ -35,16 +36,18 @@ class Lint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     A pass without `refuses` may make them, as masks are made in it that recorded passes do without.
     """
 
-    def __init__(self, model: nn.Module, name: str, refuses: bool) -> None:
+    def __init__(self, name: str, parts: Parts, refuses: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._model, self._name, self._refuses = model, name, refuses
+        self._name, self._parts, self._refuses = name, parts, refuses
         self._inside: list[str] = []  # the modules that run, outermost first
         self._handles: list[Any] = []
 
     def __enter__(self) -> Any:
-        for path, module in self._model.named_modules():
+        for path, module in self._parts.named_modules():
             self._handles += [
-                module.register_forward_pre_hook(self._entered(f"{path} ({type(module).__name__})")),
+                module.register_forward_pre_hook(
+                    self._entered(f"{path} ({type(module).__name__})")
+                ),
                 module.register_forward_hook(self._left),
             ]
         return super().__enter__()  # type: ignore[no-untyped-call]
@@ -80,12 +83,18 @@ class Lint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inside.pop()
 
 
-def tensors_in(model: nn.Module) -> dict[str, Tensor]:
-    """Return every tensor that a module of the model holds, by name."""
-    found = dict(model.named_parameters()) | dict(model.named_buffers())
-    for path, module in model.named_modules():
-        held = {n: value for n, value in vars(module).items() if isinstance(value, Tensor)}
-        found |= {f"{path}.{name}": value for name, value in held.items()}
+def tensors_in(parts: Parts) -> dict[str, Tensor]:
+    """Return every tensor that modules hold, by name; refuse those that cannot be registered."""
+    found: dict[str, Tensor] = {}
+    for path, module in parts.named_modules():
+        for kept in (module._parameters, module._buffers):
+            found |= {f"{path}.{name}": t for name, t in kept.items() if t is not None}
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                raise UnsupportedModelError(
+                    f"{type(parts.model).__name__}: {path} holds the tensor {name}, which is "
+                    "neither a parameter nor a buffer, in memory that is not registered"
+                )
     return found
 
 

@@ -62,9 +62,10 @@ def load_bridged(
 
 def _read(kind: Any, made: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     stored = {name: checkpoint.read(name) for name in checkpoint.names()}
-    model, report = kind.from_pretrained(
-        None, config=made, state_dict=stored, dtype=dtype, output_loading_info=True
-    )
+    with library.quiet():
+        model, report = kind.from_pretrained(
+            None, config=made, state_dict=stored, dtype=dtype, output_loading_info=True
+        )
     for what, names in (("missing", report["missing_keys"]),
                         ("of another shape", report["mismatched_keys"])):  # fmt: skip
         if names:

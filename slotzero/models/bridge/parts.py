@@ -1,7 +1,7 @@
 """The parts of a model of transformers: the trunk between token ids and hidden states, the list of
 layers in it, and the head after it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,6 +41,10 @@ class Parts:
         self._given = Given()
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, self._given)
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        yield from self.trunk.named_modules()
+        yield from self.model.named_modules()
 
     def hidden(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the hidden states [T, hidden] of tokens [T]."""

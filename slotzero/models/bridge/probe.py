@@ -60,11 +60,11 @@ class _Probe(Hook):
         stack = self._parts.stack_path(self._calls)
         windows = {p: self._window(p, call, max_position) for p, call in self._calls.items()}
         layers = [*self._parts.trunk.get_submodule(stack)]
-        before = tensors_in(self._parts.model)
+        before = tensors_in(self._parts)
         for index, layer in enumerate(layers):
             self._trace(index, layer)
         hidden, logits = self._run()
-        refuse_kept(self._name, before, tensors_in(self._parts.model))
+        refuse_kept(self._name, before, tensors_in(self._parts))
         heads = {
             int(path.removeprefix(f"{stack}.").split(".")[0]): call.heads(windows[path])
             for path, call in self._calls.items()
@@ -95,7 +95,7 @@ class _Probe(Hook):
         """Return the hidden states and logits of a pass."""
         self._calls.clear()
         ids = torch.zeros(NUM_TOKENS, dtype=torch.int64)
-        with Lint(self._parts.model, self._name, lint), torch.no_grad():
+        with Lint(self._name, self._parts, lint), torch.no_grad():
             hidden = self._parts.hidden(ids, ids.clone(), mask)
             return hidden, self._parts.logits(hidden)
 
