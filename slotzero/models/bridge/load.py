@@ -50,14 +50,26 @@ def load_bridged(
         if random_seed is None:
             model = _read(kind, made, checkpoint, dtype)
         else:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(random_seed)
-                model = kind._from_config(made, dtype=dtype)
+            model = _random(kind, made, dtype, random_seed)
     model = model.eval().requires_grad_(False)
     _Owner(model, config, registry, progress).take()
     parts = Parts(model)
     refuse_mixing(config, parts)
     return BridgedModel(config, parts, frequencies, kernels)
+
+
+def try_mixing(config: BridgedConfig, stored: Mapping[str, Any]) -> None:
+    """Raise if the layers mix tokens outside of attention, tried with random weights."""
+    library.register_attention(attend, mark_mask)
+    kind, made = library.model_class(stored), library.library_config(stored)
+    library.choose_experts(made, kind)
+    refuse_mixing(config, Parts(_random(kind, made, torch.float32, seed=0)))
+
+
+def _random(kind: Any, made: Any, dtype: torch.dtype, seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return kind._from_config(made, dtype=dtype).eval().requires_grad_(False)
 
 
 def _read(kind: Any, made: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
