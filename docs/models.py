@@ -1,6 +1,6 @@
 """Generator of the documentation's table of models, models.md.
 
-    python docs/models.py
+python docs/models.py
 """
 
 from pathlib import Path
@@ -18,7 +18,8 @@ memory, and if not, why.
 ## Families with layers of Slotzero
 
 CUDA graphs, quantised weights, several devices and speculative decoding work with all of them; a
-combination that does not is refused by name. "Layers" is what the tiny models of the family are made of (`slotzero certify tiny:NAME`).
+combination that does not is refused by name. "Layers" is what the tiny models of the family are
+made of (`slotzero certify tiny:NAME`).
 
 | architecture | `model_type` | layers | tiny models |
 |---|---|---|---|

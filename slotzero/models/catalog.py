@@ -1,4 +1,4 @@
-"""The supported models as a table: families of this package, and what the bridge is known to run."""
+"""The supported models: families of this package, and what is known to run over the bridge."""
 
 from typing import NamedTuple
 

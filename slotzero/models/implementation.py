@@ -33,8 +33,9 @@ def parse_model(config: Config, wanted: str) -> ModelShape:
         if wanted != "auto":
             raise
         raise type(error)(
-            f"architecture {architecture_in(config)!r} is not supported: the bridge to transformers "
-            f"cannot run it ({error}), and it is no family of Slotzero ({', '.join(families())})"
+            f"architecture {architecture_in(config)!r} is not supported: it is no family of "
+            f"Slotzero ({', '.join(families())}), and the bridge to transformers cannot run it: "
+            f"{error}"
         ) from error
 
 

@@ -19,12 +19,11 @@ from slotzero.kernels.types import Heads
 
 HOOK = "_slotzero_hook"
 _WITHOUT_EFFECT = frozenset(
-    ("dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "past_key_values",
-     "output_hidden_states", "return_dict", "cache_position", "output_router_logits",
-     "position_embeddings", "logits_to_keep", "attention_mask", "input_ids", "layer_idx")
+    ("position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
+     "cache_position", "output_router_logits", "position_embeddings", "logits_to_keep")
 )  # fmt: skip
-"""Arguments that change no result here: dropout is off, positions are rotated in already, and there
-is no cache of transformers'."""
+"""Arguments that change no result: positions are rotated in already, and there is no cache of
+transformers'."""
 
 
 class Call(NamedTuple):
@@ -85,10 +84,14 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers calls it -> [1, T, heads, value_dim]."""
-    _refuse(module, query, others)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    _refuse(module, query, {"dropout": dropout, **others}, is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     settings = Settings(scale, softcap or None, sliding_window or None)
     call = Call(query, key, value, attention_mask, s_aux, settings)
@@ -135,14 +138,15 @@ def hang(layer: nn.Module, hook: Hook) -> None:
         setattr(module, HOOK, hook)
 
 
-def _refuse(module: nn.Module, query: Tensor, others: Mapping[str, Any]) -> None:
+def _refuse(module: nn.Module, query: Tensor, others: Mapping[str, Any], is_causal: bool) -> None:
     name = type(module).__name__
-    if getattr(module, "is_causal", True) is False:
+    if not is_causal:
         raise UnsupportedModelError(f"{name}: attention that is not causal is not supported")
     if query.shape[0] != 1:
         raise UnsupportedModelError(f"{name}: it splits the tokens of a step into batches")
     for argument, value in others.items():
-        if argument not in _WITHOUT_EFFECT and value is not None and value is not False:
+        is_given = isinstance(value, Tensor) or value not in (None, False, 0.0)
+        if is_given and argument not in _WITHOUT_EFFECT:
             raise UnsupportedModelError(
                 f"{name}: its attention takes {argument!r}, which the bridge to transformers does "
                 "not implement, and ignoring it would change results"
