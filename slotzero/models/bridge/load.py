@@ -76,14 +76,19 @@ def _read(kind: Any, made: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> A
     stored = {name: checkpoint.read(name) for name in checkpoint.names()}
     with library.quiet():
         model, report = kind.from_pretrained(
-            None, config=made, state_dict=stored, dtype=dtype, output_loading_info=True
+            None,
+            config=made,
+            state_dict=stored,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
-    for what, names in (("missing", report["missing_keys"]),
-                        ("of another shape", report["mismatched_keys"])):  # fmt: skip
+    missing, mismatched = report["missing_keys"], {name for name, *_ in report["mismatched_keys"]}
+    for what, names in (("missing", missing), ("of another shape", mismatched)):
         if names:
             raise CorruptCheckpointError(
-                f"{checkpoint.name}: tensor {min(map(str, names))} is {what} ({len(names)} in "
-                "total): the checkpoint does not fit its config.json"
+                f"{checkpoint.name}: tensor {min(names)} is {what} ({len(names)} in total): the "
+                "checkpoint does not fit its config.json"
             )
     if report["unexpected_keys"]:
         names = sorted(report["unexpected_keys"])
