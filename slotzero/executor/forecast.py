@@ -18,7 +18,8 @@ from slotzero.kernels.float8_kv import CODES
 from slotzero.models.bridge.config import BridgedConfig
 from slotzero.models.bridge.load import try_mixing
 from slotzero.models.config import ModelConfig
-from slotzero.models.implementation import architecture_in, parse_model
+from slotzero.models.families.family import architecture_in
+from slotzero.models.implementation import parse_model
 from slotzero.models.weights import weight_bytes
 from slotzero.pools.budget import kv_bytes_beside
 
