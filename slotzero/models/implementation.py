@@ -34,8 +34,8 @@ def parse_model(config: Config, wanted: str) -> ModelShape:
             raise
         raise type(error)(
             f"architecture {architecture_in(config)!r} is not supported: it is no family of "
-            f"Slotzero ({', '.join(families())}), and the bridge to transformers cannot run it: "
-            f"{error}"
+            f"Slotzero (`slotzero models` lists them), and the bridge to transformers cannot run "
+            f"it: {error}"
         ) from error
 
 
