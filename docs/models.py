@@ -52,8 +52,8 @@ reason:
 
 What does not work over the bridge is refused as well: quantised checkpoints and `--quantization`,
 several devices (`--tensor-parallel-size`), and drafters that read the target's layers (`eagle`,
-`eagle3`, `mtp`; `ngram` and `draft` work). An FP8 KV cache works, with scales of 1. On a CPU the
-layers are compiled, so the first start with a size takes longer than with a family.
+`eagle3`, `mtp`; `ngram` and `draft` work). An FP8 KV cache works, with scales of 1. Experts gather
+the weights that each token needs, which is slow in a long prefill.
 
 [Decision {decision}](decisions/{decision_file}) explains how it works.
 """

@@ -38,8 +38,8 @@ class Call(NamedTuple):
 
     @property
     def qkv(self) -> Tensor:
-        """Queries, keys and values of each token side by side."""
-        sides = (self.query, self.key, self.value)
+        """Queries, keys and values of each token side by side, in the type of the values."""
+        sides = (x.to(self.value.dtype) for x in (self.query, self.key, self.value))
         return torch.cat([x[0].transpose(0, 1).flatten(1) for x in sides], dim=-1)
 
     def heads(self, window: int | None) -> Heads:

@@ -15,7 +15,6 @@ IMPLEMENTATION = "slotzero"
 this name, so models make no mask."""
 MASKED = "slotzero_masks"
 """The same attention, for a pass in which models make their masks."""
-_EXPERTS = "batched_mm"  # the experts of a token are gathered: no shape depends on the routing
 _OWN_FIELDS = (CHOICE, "quantization_config")
 
 
@@ -36,9 +35,12 @@ def transformers() -> Any:
     return library
 
 
-def register_attention(attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Enter our attention under both names, and the function that stands for a mask."""
+def register(
+    attend: Callable[..., Any], mask: Callable[..., Any], experts: Callable[..., Any]
+) -> None:
+    """Enter our attention under both names, the function that stands for a mask, and experts."""
     library = transformers()
+    library.integrations.moe.ExpertsInterface.register(IMPLEMENTATION, experts)
     for name in (IMPLEMENTATION, MASKED):
         library.AttentionInterface.register(name, attend)
     library.AttentionMaskInterface.register(MASKED, mask)
@@ -95,7 +97,7 @@ def library_config(config: Mapping[str, Any]) -> Any:
 def choose_experts(made: Any, kind: Any) -> None:
     """Choose experts whose code does not depend on the routing, if the class has a choice."""
     if kind._can_set_experts_implementation():
-        made._experts_implementation = _EXPERTS
+        made._experts_implementation = IMPLEMENTATION
 
 
 @contextmanager

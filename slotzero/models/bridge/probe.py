@@ -20,6 +20,7 @@ from slotzero.models.bridge import library
 from slotzero.models.bridge.attention import Call, Hook, attend, hang, mark_mask, window_of
 from slotzero.models.bridge.body import Arguments, Body
 from slotzero.models.bridge.config import BridgedConfig, BridgedLayer
+from slotzero.models.bridge.experts import forward_in_slices
 from slotzero.models.bridge.lint import Lint, explained, refuse_kept, tensors_in
 from slotzero.models.bridge.parts import NO_INTERFACE, Parts
 
@@ -29,7 +30,7 @@ Config = Mapping[str, Any]
 
 def examine(config: Config) -> BridgedConfig:
     """Examine the model that a config.json names; refuse it by name if the bridge cannot run it."""
-    library.register_attention(attend, mark_mask)
+    library.register(attend, mark_mask, forward_in_slices)
     kind, made = library.model_class(config), library.library_config(config)
     library.choose_experts(made, kind)
     with FakeTensorMode():
@@ -44,7 +45,10 @@ class _Probe(Hook):
         with explained(f"{self._name} cannot be built"):
             try:
                 model = kind._from_config(made).eval()
-            except KeyError as error:  # a class with its own table of attentions
+            except KeyError as error:
+                if error.args != (made._attn_implementation,):
+                    raise
+                # a class with its own table of attentions
                 raise UnsupportedModelError(f"{self._name}: {NO_INTERFACE}") from error
         self._num_values = sum(tensor.numel() for tensor in model.parameters())
         self._parts = Parts(model)
@@ -64,6 +68,7 @@ class _Probe(Hook):
         for index, layer in enumerate(layers):
             self._trace(index, layer)
         hidden, logits = self._run()
+        self._refuse_changed(windows)
         refuse_kept(self._name, before, tensors_in(self._parts))
         heads = {
             int(path.removeprefix(f"{stack}.").split(".")[0]): call.heads(windows[path])
@@ -122,6 +127,19 @@ class _Probe(Hook):
         for index in range(num):
             seen.append((self._codes.get(index), heads.get(index)))
             yield BridgedLayer(heads.get(index), seen.index(seen[-1]))
+
+    def _refuse_changed(self, windows: Mapping[str, int | None]) -> None:
+        """Raise if recorded passes, in which no mask is made, attend otherwise than with masks."""
+        for path in sorted(self._calls.keys() | windows.keys()):
+            call = self._calls.get(path)
+            if path not in windows or call is None or call.mask is not None:
+                raise UnsupportedModelError(
+                    f"{self._name}: {path} attends otherwise if it makes no mask"
+                )
+            if call.query.shape[-1] % 2:
+                raise UnsupportedModelError(
+                    f"{self._name}: {path} has an odd head_dim, {call.query.shape[-1]}"
+                )
 
     def _window(self, path: str, call: Call, max_position: int) -> int | None:
         """Return the window of an attention, as its mask has it."""
