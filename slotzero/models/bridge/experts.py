@@ -21,5 +21,6 @@ def forward_in_slices(
     from transformers.integrations import batched_mm_experts_forward
 
     size = max(1, experts.num_experts // top_k_index.shape[-1])
-    slices = zip(*(x.split(size) for x in (hidden_states, top_k_index, top_k_weights)), strict=True)
+    inputs = hidden_states, top_k_index, top_k_weights
+    slices = zip(*(torch.split(x, size) for x in inputs), strict=True)
     return torch.cat([batched_mm_experts_forward(experts, *each) for each in slices])

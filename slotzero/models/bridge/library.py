@@ -2,13 +2,17 @@
 remedy if it is missing, and the model class that a config.json names."""
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from slotzero.errors import ConfigError, UnsupportedModelError
+from slotzero.models.bridge.attention import attend, mark_mask
+from slotzero.models.bridge.experts import forward_in_slices
 from slotzero.quantization.quantization import CHOICE
+
+Config = Mapping[str, Any]  # config.json
 
 IMPLEMENTATION = "slotzero"
 """Name of our attention in transformers' attention interface. There is no function for masks under
@@ -35,23 +39,28 @@ def transformers() -> Any:
     return library
 
 
-def register(
-    attend: Callable[..., Any], mask: Callable[..., Any], experts: Callable[..., Any]
-) -> None:
-    """Enter our attention under both names, the function that stands for a mask, and experts."""
+def class_and_config(config: Config) -> tuple[Any, Any]:
+    """Return the model class that a config.json names, and transformers' config for it, with our
+    attention and experts chosen."""
+    kind, made = _model_class(config), _library_config(config)
     library = transformers()
-    library.integrations.moe.ExpertsInterface.register(IMPLEMENTATION, experts)
     for name in (IMPLEMENTATION, MASKED):
         library.AttentionInterface.register(name, attend)
-    library.AttentionMaskInterface.register(MASKED, mask)
+    library.AttentionMaskInterface.register(MASKED, mark_mask)
+    library.integrations.moe.ExpertsInterface.register(IMPLEMENTATION, forward_in_slices)
+    made._attn_implementation = IMPLEMENTATION
+    made.use_cache = False
+    if kind._can_set_experts_implementation():
+        made._experts_implementation = IMPLEMENTATION
+    return kind, made
 
 
-def model_class(config: Mapping[str, Any]) -> Any:
+def _model_class(config: Config) -> Any:
     """Return transformers' class of causal language models for this config.json."""
     library, named = transformers(), (config.get("architectures") or [None])[0]
     if named is None:
         mapping = library.MODEL_FOR_CAUSAL_LM_MAPPING
-        kind = type(library_config(config))
+        kind = type(_library_config(config))
         if kind not in mapping:
             raise UnsupportedModelError(
                 f"config field model_type={config.get('model_type')!r}: transformers "
@@ -73,8 +82,7 @@ def model_class(config: Mapping[str, Any]) -> Any:
     return found
 
 
-def library_config(config: Mapping[str, Any]) -> Any:
-    """Return transformers' config object, with our attention chosen."""
+def _library_config(config: Config) -> Any:
     library = transformers()
     _refuse_quantized(config)
     fields = {name: value for name, value in config.items() if name not in _OWN_FIELDS}
@@ -84,20 +92,11 @@ def library_config(config: Mapping[str, Any]) -> Any:
             f"config field model_type={kind!r} is unknown to transformers {library.__version__}"
         )
     try:
-        made = library.CONFIG_MAPPING[kind].from_dict(fields)
+        return library.CONFIG_MAPPING[kind].from_dict(fields)
     except Exception as error:  # its validation raises many types
         raise UnsupportedModelError(
             f"transformers refuses this config.json: {first_line(error)}"
         ) from error
-    made._attn_implementation = IMPLEMENTATION
-    made.use_cache = False
-    return made
-
-
-def choose_experts(made: Any, kind: Any) -> None:
-    """Choose experts whose code does not depend on the routing, if the class has a choice."""
-    if kind._can_set_experts_implementation():
-        made._experts_implementation = IMPLEMENTATION
 
 
 @contextmanager
@@ -129,7 +128,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _refuse_quantized(config: Mapping[str, Any]) -> None:
+def _refuse_quantized(config: Config) -> None:
     if config.get("quantization_config"):
         raise UnsupportedModelError(
             "config field quantization_config: the bridge to transformers loads unquantised "

@@ -16,9 +16,7 @@ from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.models.bridge import library
-from slotzero.models.bridge.attention import attend, mark_mask
 from slotzero.models.bridge.config import BridgedConfig
-from slotzero.models.bridge.experts import forward_in_slices
 from slotzero.models.bridge.lint import explained
 from slotzero.models.bridge.mixing import refuse_mixing
 from slotzero.models.bridge.model import BridgedModel
@@ -41,12 +39,10 @@ def load_bridged(
     random_seed: int | None = None,
 ) -> BridgedModel:
     """Load a model, or with a seed draw its weights, and register every tensor of it."""
-    library.register(attend, mark_mask, forward_in_slices)
     refuse_beyond(
         config.num_values * dtype.itemsize, registry.device, "weights", "use a smaller model"
     )
-    kind, made = library.model_class(checkpoint.config), library.library_config(checkpoint.config)
-    library.choose_experts(made, kind)
+    kind, made = library.class_and_config(checkpoint.config)
     with explained(f"{checkpoint.name} cannot be loaded"):
         if random_seed is None:
             model = _read(kind, made, checkpoint, dtype)
@@ -61,9 +57,7 @@ def load_bridged(
 
 def try_mixing(config: BridgedConfig, stored: Mapping[str, Any]) -> None:
     """Raise if the layers mix tokens outside of attention, tried with random weights."""
-    library.register(attend, mark_mask, forward_in_slices)
-    kind, made = library.model_class(stored), library.library_config(stored)
-    library.choose_experts(made, kind)
+    kind, made = library.class_and_config(stored)
     refuse_mixing(config, Parts(_random(kind, made, torch.float32, seed=0)))
 
 

@@ -17,10 +17,9 @@ from slotzero.graph.cpu import trace_piece
 from slotzero.graph.structure import flatten
 from slotzero.kernels.types import Heads
 from slotzero.models.bridge import library
-from slotzero.models.bridge.attention import Call, Hook, attend, hang, mark_mask, window_of
+from slotzero.models.bridge.attention import Call, Hook, hang, window_of
 from slotzero.models.bridge.body import Arguments, Body
 from slotzero.models.bridge.config import BridgedConfig, BridgedLayer
-from slotzero.models.bridge.experts import forward_in_slices
 from slotzero.models.bridge.lint import Lint, explained, refuse_kept, tensors_in
 from slotzero.models.bridge.parts import NO_INTERFACE, Parts
 
@@ -30,9 +29,7 @@ Config = Mapping[str, Any]
 
 def examine(config: Config) -> BridgedConfig:
     """Examine the model that a config.json names; refuse it by name if the bridge cannot run it."""
-    library.register(attend, mark_mask, forward_in_slices)
-    kind, made = library.model_class(config), library.library_config(config)
-    library.choose_experts(made, kind)
+    kind, made = library.class_and_config(config)
     with FakeTensorMode():
         return _Probe(kind, made).examined()
 
