@@ -55,9 +55,9 @@ several devices (`--tensor-parallel-size`), and drafters that read the target's 
 `eagle3`, `mtp`; `ngram` and `draft` work). An FP8 KV cache works, with scales of 1. Experts gather
 the weights that each token needs, which is slow in a long prefill.
 
-Llama has both: a decode step of SmolLM2-135M in float32 on one CPU core takes 1.02 times as long
-over the bridge as natively with one request, and 1.31 times with 8 (processor time, lower quartile
-of the steps, 2026-11-19; the same tokens). It has not been measured on a GPU.
+Llama has both: a decode step of SmolLM2-135M in float32 on one CPU core takes as long over the
+bridge as natively with one request (0.94 to 1.02 times in two runs), and 1.25 to 1.31 times as long
+with 8 (2026-11-19; the same tokens). It has not been measured on a GPU.
 
 [Decision {decision}](decisions/{decision_file}) explains how it works.
 """
