@@ -16,6 +16,7 @@ DEFAULT_MODEL = "smollm2"
 BACKENDS = ("auto", "eager", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+MODEL_IMPLS = ("auto", "slotzero", "transformers")
 KV_CACHE_DTYPES = ("auto", "none", "fp8")
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
 DRAFTERS = ("eagle", "eagle3", "mtp", "ngram", "draft")
@@ -36,6 +37,10 @@ class EngineConfig:
     bundled smollm2."""
     load_format: str = "auto"
     """auto loads the checkpoint's weights; dummy uses random weights and needs config.json only."""
+    model_impl: str = "auto"
+    """Whose layers run: slotzero (this package's, for the families in docs/models.md), transformers
+    (the bridge: the layers of transformers, for most other causal language models), or auto for
+    slotzero where the family is supported, else transformers."""
     quantization: str = "auto"
     """Format of the model's weights in memory: auto keeps the checkpoint's, none unpacks quantised
     weights (whose inputs are then not rounded either). fp8 converts the linear layers of an
@@ -167,6 +172,11 @@ class EngineConfig:
                 f"must be one of {', '.join(KV_CACHE_DTYPES)}",
             ),
             ("load_format", self.load_format in LOAD_FORMATS, "must be auto or dummy"),
+            (
+                "model_impl",
+                self.model_impl in MODEL_IMPLS,
+                f"must be one of {', '.join(MODEL_IMPLS)}",
+            ),
             (
                 "quantization",
                 self.quantization in QUANTIZATIONS,

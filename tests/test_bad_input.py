@@ -465,7 +465,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "architecture": (
         config(architectures=["MambaForCausalLM"]),
         Unsupported,
-        ["MambaForCausalLM", "not supported", "BambaForCausalLM"],
+        ["MambaForCausalLM", "not supported: ", "slotzero models"],
     ),
     "no architecture": (
         config(architectures=None, model_type="mamba"),

@@ -20,11 +20,11 @@ from slotzero.bench.prose import PYTHON_TEXT, cut, read_text
 from slotzero.bench.report import title
 from slotzero.bench.scorer import Scorer
 from slotzero.bench.sheets import Report, Sheet, rounded
-from slotzero.checkpoint.source import open_checkpoint
+from slotzero.checkpoint.source import checkpoint_of
 from slotzero.config import EngineConfig, refuse_ranks
 from slotzero.errors import ConfigError
 from slotzero.executor.limits import choose_backend
-from slotzero.models.families.family import parse_config
+from slotzero.models.implementation import parse_model
 from slotzero.pools.budget import show
 from slotzero.system.progress import scoring_bar
 
@@ -104,8 +104,9 @@ def run_accuracy(model: str, settings: Mapping[str, Any], spec: AccuracySpec) ->
     _check(settings, spec)
     config = EngineConfig(model=model, **settings)
     choose_backend(config)  # refuses a backend before anything is loaded
-    checkpoint = open_checkpoint(model, config.load_format, quantization=config.quantization)
-    context = _context(spec.context, parse_config(checkpoint.config).max_position)
+    checkpoint = checkpoint_of(config)
+    parsed = parse_model(checkpoint.config, config.model_impl)
+    context = _context(spec.context, parsed.max_position)
     text, source = read_text(spec.text), str(spec.text or PYTHON_TEXT)
     windows = cut(checkpoint.tokenizer(), text, context, spec.max_tokens, f"text {source}")
     config = replace(config, **_small(context))

@@ -22,7 +22,7 @@ from slotzero.graph.backend import PlainPieces
 from slotzero.kernels.float8_kv import CODES
 from slotzero.kernels.types import Normed, PagedKv, Rows, Tokens
 from slotzero.kernels.types_recurrent import States
-from slotzero.models.decoder import DecoderBatch
+from slotzero.models.model import DecoderBatch
 from slotzero.request import Request
 from slotzero.runners.passes import LOGITS
 from slotzero.sampling.params import MAX_LOGPROBS

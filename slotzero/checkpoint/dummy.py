@@ -8,6 +8,7 @@ in any order of reading, and on every machine with the same version of torch.
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -40,10 +41,13 @@ class DummyCheckpoint(Checkpoint):
         self.name = name
         self.config = config
         self.eos_token_ids = eos_token_ids
-        self._shapes = expected_tensors(config) | scales_of_cache(config)
         self._make_tokenizer = make_tokenizer
         self._sampling = sampling
         self._seed = seed
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return expected_tensors(self.config) | scales_of_cache(self.config)
 
     def names(self) -> Collection[str]:
         return self._shapes.keys()

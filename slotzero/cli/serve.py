@@ -118,10 +118,10 @@ def run(args: argparse.Namespace) -> int:
 def _of_model(config: EngineConfig) -> tuple["Tokenizer", Mapping[str, Any]]:
     """Return what this process needs from a model: its tokenizer, and the default sampling
     parameters."""
-    from slotzero.checkpoint.source import open_checkpoint
+    from slotzero.checkpoint.source import checkpoint_of
     from slotzero.text.chat_template import read_template
 
-    checkpoint = open_checkpoint(config.model, config.load_format)
+    checkpoint = checkpoint_of(config)
     sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
     if sampling:
         shown = ", ".join(f"{name}={value}" for name, value in sampling.items())

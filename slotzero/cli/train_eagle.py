@@ -15,8 +15,8 @@ from slotzero.config import refuse_ranks
 from slotzero.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slotzero.engine.engine import Engine
     from slotzero.llm import LLM
+    from slotzero.models.config import ModelConfig
     from slotzero.training.data import Answered
     from slotzero.training.loop import Report
 
@@ -178,6 +178,7 @@ def _folder(name: str) -> Path:
 def train(llm: "LLM", args: argparse.Namespace, out: Path) -> "list[Report]":
     import torch
 
+    from slotzero.models.config import ModelConfig
     from slotzero.training import data, loop
     from slotzero.training.collect import Collector
     from slotzero.training.head import EagleHead
@@ -185,6 +186,11 @@ def train(llm: "LLM", args: argparse.Namespace, out: Path) -> "list[Report]":
 
     engine, shown = llm.engine, args.show_progress if "show_progress" in args else True
     worker = engine.worker
+    model, weights = worker.model, worker.weights
+    if not isinstance(model, ModelConfig) or weights is None:
+        raise ConfigError(
+            "model_impl=transformers: a draft head is trained for layers of this package only"
+        )
     layers = _chosen_layers(args.layers, worker.model.num_layers)
     if args.draft_vocab is not None and args.draft_vocab > worker.vocab_size:
         raise ConfigError(
@@ -193,12 +199,11 @@ def train(llm: "LLM", args: argparse.Namespace, out: Path) -> "list[Report]":
     collector = Collector(engine, layers)
     written, greedy = _text(llm, args, shown)
     d2t = data.frequent_ids(written, args.draft_vocab) if args.draft_vocab else None
-    head = EagleHead(_head_config(engine, layers, args), d2t)
+    head = EagleHead(_head_config(model, layers, args), d2t)
     samples, unseen = (collector.collect(of, shown) for of in (written, greedy))
     every = torch.arange(worker.vocab_size, device=worker.registry.device)
     embedding, lm_head = (
-        worker.kernels.embed_ids(every, weight)
-        for weight in (worker.weights.embedding, worker.weights.head)
+        worker.kernels.embed_ids(every, weight) for weight in (weights.embedding, weights.head)
     )
 
     def report(made: "Report") -> None:
@@ -252,11 +257,13 @@ def _write(llm: "LLM", args: argparse.Namespace, shown: bool) -> "Text":
     return answers(prompts[num_held_out:], TEMPERATURES), answers(prompts[:num_held_out], (0.0,))
 
 
-def _head_config(engine: "Engine", layers: tuple[int, int, int], args: argparse.Namespace) -> Any:
+def _head_config(
+    model: "ModelConfig", layers: tuple[int, int, int], args: argparse.Namespace
+) -> Any:
     """Return the head's configuration, by default with the shape of the model's own layers."""
     from slotzero.training.head import HeadConfig
 
-    model, heads = engine.worker.model, engine.worker.model.groups[0].heads
+    heads = model.groups[0].heads
     return HeadConfig(
         hidden_size=model.hidden_size,
         intermediate_size=args.intermediate_size or model.mlp_size,

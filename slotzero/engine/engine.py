@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from slotzero.checkpoint.source import open_checkpoint
+from slotzero.checkpoint.source import checkpoint_of
 from slotzero.config import EngineConfig
 from slotzero.engine.admission import GrammarAdmission, refuse
 from slotzero.engine.dp_schedulers import DpSchedulers
@@ -33,7 +33,7 @@ from slotzero.executor.worker import Worker
 from slotzero.grammars.limits import GrammarLimits
 from slotzero.grammars.pool import Grammars
 from slotzero.models.checkpoint import Checkpoint
-from slotzero.models.families.family import parse_config
+from slotzero.models.implementation import parse_model
 from slotzero.pools.slots import SlotPool
 from slotzero.request import Request
 from slotzero.sampling.params import SamplingParams
@@ -70,13 +70,13 @@ class Engine:
         """`rank_group`: ranks that run already and make the same steps without messages.
         `on_progress` is called with the progress of loading. `attach_checks` attaches the live
         checks, see certify/start.py."""
-        checkpoint = open_checkpoint(
-            config.model, config.load_format, quantization=config.quantization
-        )
+        checkpoint = checkpoint_of(config)
         self.tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config, checkpoint)
         self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
         """Default sampling parameters of the model, which the callers apply."""
-        self.rank_group = rank_group or start_ranks(config, parse_config(checkpoint.config))
+        self.rank_group = rank_group or start_ranks(
+            config, parse_model(checkpoint.config, config.model_impl)
+        )
         on_progress("kernels", 0, 0)
         bar = weights_bar(config.show_progress, checkpoint.name, on_progress)
         with bar as progress, self.rank_group.watched("loading"):

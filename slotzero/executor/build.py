@@ -8,8 +8,9 @@
 All tensors that CUDA graphs read are registered in this process, never after the first capture.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,11 +39,14 @@ from slotzero.kernels.contract import Kernels, kernels_for
 from slotzero.kernels.float8_kv import CODES, no_scales
 from slotzero.kernels.types import PagedKv
 from slotzero.kernels.types_recurrent import States
+from slotzero.models.bridge.config import BridgedConfig
+from slotzero.models.bridge.load import load_bridged
 from slotzero.models.cache_scales import read_cache_scales
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import FULL, ModelConfig
 from slotzero.models.decoder import Decoder
-from slotzero.models.families.family import parse_config
+from slotzero.models.implementation import parse_model
+from slotzero.models.model import Model, ModelShape
 from slotzero.models.rope import frequencies
 from slotzero.models.routing import Routing
 from slotzero.models.weights import DecoderWeights, Progress, load_weights, random_weights
@@ -54,6 +58,8 @@ from slotzero.runners.results import ResultRing
 from slotzero.speculative.build import DraftTarget, Prepared, prepare_drafter
 from slotzero.speculative.drafter import Drafter
 from slotzero.speculative.speculation import SpeculativeRunners, speculation_tables
+
+_log = logging.getLogger("slotzero")
 
 KV_SCALES = "kv_scales"
 """Name in the registry of the scales of a KV group, before the group's name."""
@@ -70,11 +76,11 @@ def build_worker(
 class _Loaded:
     """The models of this rank, before memory for requests is allocated."""
 
-    model: ModelConfig
-    weights: DecoderWeights
-    decoder: Decoder
+    model: ModelShape
+    weights: DecoderWeights | None
+    decoder: Model
     drafter: Prepared | None
-    num_bytes: int
+    num_bytes: int = 0
 
     @property
     def shares_prefixes(self) -> bool:
@@ -103,8 +109,20 @@ class _Builder:
         self._rank_group, self._ranks = rank_group, rank_group.ranks
         self._device, self._backend = choose_backend(config)
         self._dtype = choose_dtype(config.dtype, self._device, checkpoint.config)
-        parsed = parse_config(checkpoint.config)
-        self._whole = unpack_if_faster(parsed, config.quantization, self._device, self._dtype)
+        parsed = parse_model(checkpoint.config, config.model_impl)
+        if (
+            isinstance(parsed, BridgedConfig)
+            and config.model_impl == "auto"
+            and not self._ranks.rank
+        ):
+            _log.warning(
+                "%s has no family in Slotzero: it runs over the bridge to transformers (see "
+                "--model-impl)",
+                parsed.architecture,
+            )
+        if isinstance(parsed, ModelConfig):
+            parsed = unpack_if_faster(parsed, config.quantization, self._device, self._dtype)
+        self._whole: ModelShape = parsed
         self._model = self._whole.shard(self._ranks)
         self._registry = Registry(self._device)
         self._kernels: Kernels = kernels_for(self._device)
@@ -165,46 +183,75 @@ class _Builder:
         )
 
     def _load(self) -> _Loaded:
-        config, registry, kernels = self._config, self._registry, self._kernels
+        registry, kernels = self._registry, self._kernels
         for group in self._model.groups:
             for heads in group.shapes:
                 kernels.refuse(heads, self._kv_dtype is CODES)
         for name, tensor in kernels.workspace().items():
             registry.constant(name, tensor)
-        weights = self._weights()
         turns = {
             g.name: registry.constant(f"rope_{g.name}", frequencies(g.rope).to(self._device))
             for g in self._model.groups
         }
-        model = self._model
+        if isinstance(self._whole, BridgedConfig):
+            loaded = self._load_bridged(self._whole, turns)
+        else:
+            assert isinstance(self._whole, ModelConfig)
+            loaded = self._load_family(self._whole, turns)
+        weights = [e for e in registry.entries() if e.name.startswith("weight.")]
+        return replace(loaded, num_bytes=sum(entry.tensor.nbytes for entry in weights))
+
+    def _load_family(self, whole: ModelConfig, turns: Mapping[str, Tensor]) -> _Loaded:
+        """Load a model of a family of this package, and its drafter."""
+        config, registry, kernels = self._config, self._registry, self._kernels
+        model, weights = whole.shard(self._ranks), self._weights(whole)
         routing = Routing.of(model, registry)
         if model.recurrent is not None:
             model = model.with_snapshots(config.snapshot_interval)
         decoder = Decoder(model, weights, turns, kernels, routing, self._ranks)
-        drafter = None
-        if config.speculative is not None:
-            target = DraftTarget(
-                self._whole,
-                decoder.vocabulary,
-                routing,
-                self._checkpoint,
-                registry,
-                kernels,
-                self._dtype,
-                self._kv_dtype is CODES,
-                self._progress,
-            )
-            drafter = prepare_drafter(config, target)
-        loaded = [e for e in registry.entries() if e.name.startswith("weight.")]
-        num_bytes = sum(entry.tensor.nbytes for entry in loaded)
-        return _Loaded(self._model, weights, decoder, drafter, num_bytes)
+        return _Loaded(self._model, weights, decoder, self._drafter(decoder, routing))
 
-    def _weights(self) -> DecoderWeights:
+    def _load_bridged(self, model: BridgedConfig, turns: Mapping[str, Tensor]) -> _Loaded:
+        """Load a model of transformers."""
+        config = self._config
+        seed = config.weights_seed if config.load_format == "dummy" else None
+        decoder = load_bridged(
+            model,
+            self._checkpoint,
+            self._registry,
+            self._kernels,
+            self._dtype,
+            turns,
+            self._progress,
+            seed,
+        )
+        return _Loaded(model, None, decoder, self._drafter(decoder, None))
+
+    def _drafter(self, decoder: Model, routing: Routing | None) -> Prepared | None:
+        config = self._config
+        if config.speculative is None:
+            return None
+        target = DraftTarget(
+            self._whole,
+            decoder,
+            routing,
+            self._checkpoint,
+            self._registry,
+            self._kernels,
+            self._dtype,
+            self._kv_dtype is CODES,
+            self._progress,
+            self._ranks,
+            config.speculative,
+        )
+        return prepare_drafter(config, target)
+
+    def _weights(self, whole: ModelConfig) -> DecoderWeights:
         config, ranks = self._config, self._ranks
         common = self._registry, self._kernels, self._dtype
         if config.load_format == "dummy":
-            return random_weights(self._whole, *common, config.weights_seed, ranks=ranks)
-        return load_weights(self._whole, self._checkpoint, *common, self._progress, ranks=ranks)
+            return random_weights(whole, *common, config.weights_seed, ranks=ranks)
+        return load_weights(whole, self._checkpoint, *common, self._progress, ranks=ranks)
 
     def _allocate(
         self,
@@ -247,8 +294,10 @@ class _Builder:
         """Register the scales [layers, 2] of each group; none if pages hold numbers."""
         if self._kv_dtype is not CODES:
             return {}
-        read = read_cache_scales(self._model, self._checkpoint)
-        read |= loaded.drafter.read_cache_scales() if loaded.drafter else {}
+        read: dict[str, Tensor] = {}
+        if isinstance(self._model, ModelConfig):
+            read |= read_cache_scales(self._model, self._checkpoint)
+            read |= loaded.drafter.read_cache_scales() if loaded.drafter else {}
         return {
             s.name: self._registry.constant(
                 f"{KV_SCALES}_{s.name}",

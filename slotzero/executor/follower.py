@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def follow(rank: int, connection: "Connection[Any, Any]") -> None:
-    from slotzero.checkpoint.source import open_checkpoint
+    from slotzero.checkpoint.source import checkpoint_of
     from slotzero.executor.build import build_worker
     from slotzero.executor.limits import choose_backend
     from slotzero.executor.rank_group import RankGroup
@@ -56,7 +56,7 @@ def follow(rank: int, connection: "Connection[Any, Any]") -> None:
     if task is not None:
         connection.send(task(config, rank_group))
         return
-    checkpoint = open_checkpoint(config.model, config.load_format, quantization=config.quantization)
+    checkpoint = checkpoint_of(config)
     worker = build_worker(config, checkpoint, lambda done, total: None, rank_group)
     if not config.lazy_recording:
         worker.record(lambda record: None)

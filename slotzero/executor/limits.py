@@ -20,6 +20,7 @@ from slotzero.kernels.contract import Kernels
 from slotzero.kernels.float8_kv import CODES
 from slotzero.models.blocks.attention import KvGroup
 from slotzero.models.config import ModelConfig
+from slotzero.models.model import ModelShape
 from slotzero.pools.budget import Demand, GroupShape, free_bytes, split
 from slotzero.pools.pages import KvPool, PagePool, reach
 from slotzero.pools.states import StateShape
@@ -140,7 +141,7 @@ def choose_dtype(wanted: str, device: torch.device, config: Mapping[str, Any]) -
 
 
 def choose_kv_dtype(
-    wanted: str, model: ModelConfig, kernels: Kernels, dtype: torch.dtype
+    wanted: str, model: ModelShape, kernels: Kernels, dtype: torch.dtype
 ) -> torch.dtype:
     """Return the dtype of KV pages; codes of FP8 are bytes."""
     stored = model.quantization.stored
@@ -198,7 +199,7 @@ class _Batch(NamedTuple):
 
 def resolve_limits(
     config: EngineConfig,
-    model: ModelConfig,
+    model: ModelShape,
     shapes: Sequence[GroupShape],
     states: StateShape | None,
     *,
@@ -267,13 +268,13 @@ def _kv_budget(config: EngineConfig, device: torch.device, ranks: Ranks) -> int:
     return ranks.least(config.kv_cache_memory or free)
 
 
-def _keys_depend_on_prompt_len(model: ModelConfig, max_model_len: int) -> bool:
+def _keys_depend_on_prompt_len(model: ModelShape, max_model_len: int) -> bool:
     """Return whether equal prefixes can have different keys, so that they cannot be shared."""
     ropes = [group.rope for group in model.groups if group.rope.depends_on_prompt]
     return any(max_model_len > rope.original_max_position for rope in ropes)
 
 
-def state_shape(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> StateShape | None:
+def state_shape(model: ModelShape, device: torch.device, dtype: torch.dtype) -> StateShape | None:
     """Return the shape of the recurrent states, or None for a model without recurrent layers."""
     if model.recurrent is None:
         return None

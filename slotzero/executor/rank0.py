@@ -19,7 +19,7 @@ from typing import Any, final
 
 import torch
 
-from slotzero.checkpoint.source import open_checkpoint
+from slotzero.checkpoint.source import checkpoint_of
 from slotzero.config import EngineConfig
 from slotzero.distributed import secure_socket
 from slotzero.distributed.ranks import ALONE, Ranks
@@ -28,8 +28,8 @@ from slotzero.executor.limits import choose_backend
 from slotzero.executor.nodes import Nodes
 from slotzero.executor.rank_group import RankGroup, RemoteRanks, Rendezvous
 from slotzero.executor.step_message import Message
-from slotzero.models.config import ModelConfig
-from slotzero.models.families.family import parse_config
+from slotzero.models.implementation import parse_model
+from slotzero.models.model import ModelShape
 from slotzero.system import child
 
 PATIENCE = 5.0  # seconds for a rank that broke a collective to end, so that the error can name it
@@ -40,9 +40,7 @@ RankTask = Callable[[EngineConfig, RankGroup], Any]
 """A task that a rank runs instead of waiting for steps; its result is the rank's report."""
 
 
-def start_ranks(
-    config: EngineConfig, model: ModelConfig, task: RankTask | None = None
-) -> RankGroup:
+def start_ranks(config: EngineConfig, model: ModelShape, task: RankTask | None = None) -> RankGroup:
     """Start the other ranks of an engine; raise before that if the model cannot be split."""
     size = config.tensor_parallel_size
     if config.executor == "ray":
@@ -84,8 +82,8 @@ def start_ranks(
 @contextlib.contextmanager
 def certify_ranks(config: EngineConfig, task: RankTask) -> Iterator[RankGroup]:
     """Start ranks that all run the certification by themselves, without messages for each step."""
-    checkpoint = open_checkpoint(config.model, config.load_format, quantization=config.quantization)
-    rank_group = start_ranks(config, parse_config(checkpoint.config), task)
+    model = parse_model(checkpoint_of(config).config, config.model_impl)
+    rank_group = start_ranks(config, model, task)
     try:
         yield rank_group
     finally:

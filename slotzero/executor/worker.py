@@ -24,8 +24,7 @@ from slotzero.graph.runner import RecordingReport
 from slotzero.graph.transfer import Arriving, Download
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types_recurrent import States
-from slotzero.models.config import ModelConfig
-from slotzero.models.decoder import Decoder
+from slotzero.models.model import Model, ModelShape
 from slotzero.models.weights import DecoderWeights
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import COUNTS, SLOTS, Passes
@@ -42,10 +41,11 @@ class Worker:
     limits: Limits
     registry: Registry
     kernels: Kernels
-    model: ModelConfig  # this rank's shard
-    weights: DecoderWeights
+    model: ModelShape  # this rank's shard
+    weights: DecoderWeights | None
+    """None: the model is not of a family of this package."""
     weight_bytes: int
-    decoder: Decoder
+    decoder: Model
     tables: SlotTables
     page_tables: tuple[str, ...]  # by KV group
     states: States | None

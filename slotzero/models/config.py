@@ -16,6 +16,7 @@ from slotzero.models.blocks.mla import MlaAttention
 from slotzero.models.blocks.parallel import ParallelMixers
 from slotzero.models.blocks.recurrent import RecurrentBlock
 from slotzero.models.layer import DecoderLayer
+from slotzero.models.model import RecurrentLayers
 from slotzero.quantization.quantization import NOT_QUANTIZED, Quantization
 
 # Names of KV groups.
@@ -64,16 +65,6 @@ class MtpConfig:
     def group(self) -> KvGroup:
         assert self.layer.group is not None
         return self.layer.group
-
-
-class RecurrentLayers(NamedTuple):
-    """The recurrent layers of a model. Their mixers all have the same config."""
-
-    mixer: RecurrentBlock
-    layers: tuple[int, ...]
-
-    def index_of(self, layer: int) -> int:
-        return self.layers.index(layer)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ scheduling or sampling, and allocates nothing that outlives a step.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -16,11 +16,9 @@ from slotzero.kernels.attention_plans import AttentionPlan
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import (
     Angles,
-    Branches,
     Normed,
     PagedKv,
     ResidualNorms,
-    Rows,
     Tokens,
     standing,
 )
@@ -33,22 +31,11 @@ from slotzero.models.blocks.parallel import ParallelInputs, ParallelMixers
 from slotzero.models.blocks.recurrent import RecurrentBlock
 from slotzero.models.config import ModelConfig
 from slotzero.models.layer import LayerForward, LayerStep, MixerInputs
+from slotzero.models.model import NO_TAPS, DecoderBatch, Model
 from slotzero.models.rope import query_angles, speeds
 from slotzero.models.routing import Routing
 from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import DecoderWeights
-
-NO_TAPS: Mapping[int, Tensor] = {}
-
-
-class DecoderBatch(NamedTuple):
-    """The tokens of a step."""
-
-    tokens: Tokens
-    ids: Tensor  # [slots + 1, max_len], by position
-    prompt_len: Tensor  # [slots + 1]
-    rows: Rows | None  # None: every row has one token
-    branches: Branches | None = None
 
 
 class LayerMemory(NamedTuple):
@@ -81,7 +68,8 @@ class GroupStep(NamedTuple):
     q_angles: Angles | None = None  # see AttentionInputs
 
 
-class Decoder:
+@final
+class Decoder(Model):
     def __init__(
         self,
         config: ModelConfig,
@@ -92,12 +80,11 @@ class Decoder:
         ranks: Ranks = ALONE,
     ) -> None:
         """Bind weights to kernels; `config` is the rank's part of the model (ModelConfig.shard)."""
-        self.config = config
+        self._config = config
         self.vocabulary = Vocabulary(
             config.vocab_size, weights.embedding, weights.head, kernels, ranks
         )
         self.writes = () if routing is None else (routing.name,)
-        """Names of the registered tensors that every forward pass writes."""
         self._expert_starts = None if routing is None else routing.starts
         self._weights = weights
         self._frequencies = frequencies
@@ -121,6 +108,18 @@ class Decoder:
         forwards = (LayerForward(layer, context) for layer in config.layers)
         self._layers = [bound.setdefault(forward, forward) for forward in forwards]
 
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        return self._kernels.is_batch_invariant
+
+    @property
+    def compiles_exactly(self) -> bool:
+        return True
+
     def forward(
         self,
         batch: DecoderBatch,
@@ -130,14 +129,6 @@ class Decoder:
         states: States | None = None,
         trail: Trail | None = None,
     ) -> Normed:
-        """Return hidden states [T, hidden] under the final norm.
-
-        The KV of every real token is stored on the way. Recurrent states (stacked by layer) are
-        updated in place, or, with a trail, written to the trail only.
-
-        `taps` maps a layer to a buffer [T, hidden] that receives the layer's input. The entry one
-        past the last layer receives the hidden states under the final norm.
-        """
         residual, normed = self._embed(batch)
         inputs = self._layer_inputs(batch, residual)
         rope_tokens = standing(batch.tokens, batch.branches)
@@ -250,17 +241,14 @@ class Decoder:
         return [inputs[i] for i in range(num)]
 
     def scan_of(self, states: States) -> Scan:
-        """Return the scan of the recurrent layers, without snapshots if the states keep none."""
         assert self.config.recurrent is not None
         scan = self.config.recurrent.mixer.scan
         return scan if states.rows is not None else scan.every(0)
 
     def new_hidden(self, num_tokens: int, num_states: int) -> Tensor:
-        """Allocate `num_states` hidden states per token, side by side."""
         return self._weights.final_norm.new_empty(num_tokens, num_states * self.config.hidden_size)
 
     def logits(self, normed: Normed, slots: Tensor, out: Tensor) -> None:
-        """Write the logits [rows, vocab] of [rows, hidden] to `out`; rows of slot 0 get zeros."""
         config = self.config
         if config.logits_scale != 1:
             normed = normed._replace(x=normed.x * config.logits_scale)

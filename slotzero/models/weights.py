@@ -128,6 +128,15 @@ def random_weights(
     return _assemble(config, tensors, ranks, dtype)
 
 
+def weight_bytes(config: ModelConfig, kernels: Kernels, dtype: torch.dtype) -> int:
+    """Return the bytes that the weights of a whole model take, without allocating them."""
+    return sum(_bytes_of(_shapes(param, kernels, dtype)) for param in model_params(config, ALONE))
+
+
+def _bytes_of(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    return sum(math.prod(shape) * kind.itemsize for shape, kind in tensors.values())
+
+
 def _draw_rows(stacked: StackedParam, target: Tensor, generator: torch.Generator) -> QuantizedRows:
     """Draw one quantised weight; a weight of all experts at once has an axis of them."""
     param, format = stacked.param, stacked.format
@@ -158,8 +167,7 @@ def _allocate(
     prefix: str,
 ) -> dict[str, Tensor]:
     wanted = {name: shape for p in params for name, shape in _shapes(p, kernels, dtype).items()}
-    total = sum(math.prod(shape) * kind.itemsize for shape, kind in wanted.values())
-    refuse_beyond(total, registry.device, "weights", "use a smaller model")
+    refuse_beyond(_bytes_of(wanted), registry.device, "weights", "use a smaller model")
     tensors = {}
     for name, (shape, kind) in wanted.items():
         try:

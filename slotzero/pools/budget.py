@@ -64,10 +64,15 @@ class Demand:
 
 def free_bytes(device: torch.device, utilization: float) -> int:
     """Return the bytes for KV: on a GPU, `utilization` of its memory minus the memory in use."""
+    return kv_bytes_beside(0, device, utilization)
+
+
+def kv_bytes_beside(num_bytes: int, device: torch.device, utilization: float) -> int:
+    """Return the bytes for KV once that many more bytes are in use."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, free - int(total * (1 - utilization)) - CUDA_RESERVE)
-    return int(memory().available * CPU_SHARE)
+        return max(0, free - int(total * (1 - utilization)) - CUDA_RESERVE - num_bytes)
+    return max(0, int((memory().available - num_bytes) * CPU_SHARE))
 
 
 def refuse_beyond(num_bytes: int, device: torch.device, what: str, remedy: str) -> None:

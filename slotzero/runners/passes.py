@@ -16,7 +16,7 @@ from slotzero.graph import GraphKey, Ladder, Pieces, Registry, RunnerSpec
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import Normed, PagedKv, Rows, Tokens
 from slotzero.kernels.types_recurrent import States
-from slotzero.models.decoder import NO_TAPS, Decoder, DecoderBatch
+from slotzero.models.model import NO_TAPS, DecoderBatch, Model
 from slotzero.pools.tables import SlotTables
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled
@@ -64,7 +64,7 @@ class Passes:
     def __init__(
         self,
         registry: Registry,
-        decoder: Decoder,
+        decoder: Model,
         kernels: Kernels,
         tables: SlotTables,
         kv: Mapping[str, PagedKv],

@@ -25,6 +25,7 @@ from slotzero.models.decoder import Decoder
 from slotzero.models.families.family import parse_config
 from slotzero.models.families.gemma4_assistant import MODEL_TYPE
 from slotzero.models.layer import DecoderLayer, LayerForward, LayerNorms
+from slotzero.models.model import Model, ModelShape
 from slotzero.models.rope import frequencies
 from slotzero.models.routing import EXPERT_STARTS, Routing
 from slotzero.models.vocabulary import Vocabulary
@@ -59,7 +60,7 @@ class Prepared:
 
     def drafter(
         self,
-        decoder: Decoder,
+        decoder: Model,
         registry: Registry,
         tables: SlotTables,
         kv: Mapping[str, PagedKv],
@@ -74,8 +75,8 @@ class Prepared:
 class DraftTarget:
     """The target model, for which tokens are drafted."""
 
-    config: ModelConfig  # of the whole model, not of this rank's part
-    vocabulary: Vocabulary
+    config: ModelShape  # of the whole model, not of this rank's part
+    decoder: Model
     routing: Routing | None
     checkpoint: Checkpoint
     registry: Registry
@@ -83,10 +84,24 @@ class DraftTarget:
     dtype: torch.dtype
     float8_kv: bool
     progress: Progress
+    ranks: Ranks
+    drafter: str
+    """Name of the drafter that the settings ask for."""
 
     @property
-    def ranks(self) -> Ranks:
-        return self.vocabulary.ranks
+    def family(self) -> ModelConfig:
+        """The config, for drafters that need to know the target's layers."""
+        if not isinstance(self.config, ModelConfig):
+            raise ConfigError(
+                f"speculative={self.drafter}: this drafter needs a target with layers of this "
+                "package, not of transformers; use --speculative ngram or draft"
+            )
+        return self.config
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        assert isinstance(self.decoder, Decoder)
+        return self.decoder.vocabulary
 
 
 def prepare_drafter(settings: EngineConfig, target: DraftTarget) -> Prepared:
@@ -110,7 +125,7 @@ def prepare_drafter(settings: EngineConfig, target: DraftTarget) -> Prepared:
 
 
 def _mtp(settings: EngineConfig, target: DraftTarget) -> Prepared:
-    model, num = target.checkpoint.name, target.config.num_mtp_layers
+    model, num = target.checkpoint.name, target.family.num_mtp_layers
     name = settings.speculative_model
     if name is not None and not num:
         return _assistant(name, settings.load_format, target)
@@ -134,9 +149,9 @@ def _mtp(settings: EngineConfig, target: DraftTarget) -> Prepared:
         )
     registry, kernels = target.registry, target.kernels
     layers = load_mtp(
-        target.config, target.vocabulary, target.checkpoint, registry, kernels, target.dtype
+        target.family, target.vocabulary, target.checkpoint, registry, kernels, target.dtype
     )
-    mine = target.config.shard(target.ranks)
+    mine = target.family.shard(target.ranks)
     config = mtp_config(mine)
     assert mine.mtp is not None
     bound = with_group(mine.mtp.layer, lambda group: config.group)
@@ -149,26 +164,26 @@ def _mtp(settings: EngineConfig, target: DraftTarget) -> Prepared:
             "mtp", config, layer, layers, routing, kernels, registry, tables, pending, kv[GROUP]
         ),
         shares_prefixes=num == 1,
-        read_cache_scales=lambda: {GROUP: read_mtp_scales(target.config, target.checkpoint)},
+        read_cache_scales=lambda: {GROUP: read_mtp_scales(target.family, target.checkpoint)},
     )
 
 
 def _assistant(name: str, load_format: str, target: DraftTarget) -> Prepared:
     checkpoint = open_checkpoint(name, load_format, is_model=False)
     registry, kernels = target.registry, target.kernels
-    config = fit_assistant(checkpoint, target.config)
+    config = fit_assistant(checkpoint, target.family)
     for group in config.model.groups:
         kernels.refuse(group.reader_heads, target.float8_kv)
     weights = load_assistant(
-        config, target.config, checkpoint, registry, kernels, target.dtype, target.progress,
+        config, target.family, checkpoint, registry, kernels, target.dtype, target.progress,
         target.ranks,
     )  # fmt: skip
     vocabulary = target.vocabulary
     return Prepared(
         (),
-        (target.config.num_layers,),
+        (target.family.num_layers,),
         lambda tables, pending, kv: AssistantDrafter(
-            config, target.config, vocabulary, weights, kernels, registry, tables, pending, kv
+            config, target.family, vocabulary, weights, kernels, registry, tables, pending, kv
         ),
     )
 
@@ -178,9 +193,9 @@ def _eagle(settings: EngineConfig, target: DraftTarget) -> Prepared:
     assert wanted is not None
     checkpoint = _open_head(settings)
     if checkpoint is None:
-        config = random_eagle(target.config, wanted)
+        config = random_eagle(target.family, wanted)
     else:
-        config = parse_eagle(checkpoint, target.config, wanted)
+        config = parse_eagle(checkpoint, target.family, wanted)
     registry, kernels = target.registry, target.kernels
     kernels.refuse(config.group.heads, target.float8_kv)
     weights = load_head(
@@ -282,7 +297,7 @@ def _draft_model(settings: EngineConfig, target: DraftTarget) -> Prepared:
 
 
 def _refuse_short_windows(
-    settings: EngineConfig, config: ModelConfig, checkpoint: Checkpoint
+    settings: EngineConfig, config: ModelShape, checkpoint: Checkpoint
 ) -> None:
     """Refuse trees that are deeper than a sliding window, and those in chunks, which may end within
     a tree: what a token sees of its branch does not depend on the layer."""

@@ -11,7 +11,8 @@ from torch import Tensor
 from slotzero.graph import Pieces
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import Branches, PagedKv, Rows, Tokens
-from slotzero.models.decoder import Decoder, DecoderBatch
+from slotzero.models.decoder import Decoder
+from slotzero.models.model import DecoderBatch
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import DrafterInputs
 from slotzero.speculative.drafter import LogitsDrafter, Prediction

@@ -23,7 +23,7 @@ from slotzero.graph import GraphKey, Ladder, Pieces, Registry, RunnerSpec
 from slotzero.kernels.types import PagedKv, Tokens
 from slotzero.kernels.types_recurrent import States, Trail
 from slotzero.kernels.types_speculation import DraftTables
-from slotzero.models.decoder import Decoder, DecoderBatch
+from slotzero.models.model import DecoderBatch, Model
 from slotzero.pools.states import SNAPSHOTS, STATES, TRAILS, stored
 from slotzero.runners.passes import LOGITS, SLOTS, DrafterInputs, views_of
 from slotzero.sampling.params import MAX_LOGPROBS
@@ -55,7 +55,7 @@ class SpeculativePasses:
     def __init__(
         self,
         registry: Registry,
-        decoder: Decoder,
+        decoder: Model,
         drafter: Drafter,
         kv: Mapping[str, PagedKv],
         max_width: int,

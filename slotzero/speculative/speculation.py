@@ -10,7 +10,7 @@ from slotzero.graph import Ladder, Registry, Runner
 from slotzero.graph.backend import Backend
 from slotzero.kernels.types import PagedKv
 from slotzero.kernels.types_recurrent import States, Trail
-from slotzero.models.decoder import Decoder
+from slotzero.models.model import Model
 from slotzero.runners.results import ResultRing
 from slotzero.sampling.tables import TableSpec
 from slotzero.speculative.drafter import (
@@ -40,7 +40,7 @@ class SpeculativeRunners:
     def __init__(
         self,
         registry: Registry,
-        decoder: Decoder,
+        decoder: Model,
         drafter: Drafter,
         kv: Mapping[str, PagedKv],
         tree: TreeShape | None,

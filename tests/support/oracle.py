@@ -847,7 +847,7 @@ class Oracle:
     def _decode(self, prompt: list[int], num_tokens: int) -> Answer:
         # transformers grows dynamic RoPE in place and keeps it, so reset it for every request
         if self.rotary is not None:
-            self.model.model.rotary_emb = copy.deepcopy(self.rotary)
+            self.model.get_decoder().rotary_emb = copy.deepcopy(self.rotary)
         ids, cache, begin, tokens, rows = torch.tensor([prompt]), None, 0, [], []
         for _ in range(num_tokens):
             out = self.model(
@@ -875,7 +875,7 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
         for theirs, published in family.stored.items():
             tensors = {name.replace(theirs, published): t for name, t in tensors.items()}
         save_file(tensors, file, {"format": "pt"})
-    rotary = copy.deepcopy(getattr(model.model, "rotary_emb", None))
+    rotary = copy.deepcopy(getattr(model.get_decoder(), "rotary_emb", None))
     return Oracle(folder, model, rotary, config.vocab_size)
 
 

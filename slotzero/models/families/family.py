@@ -120,11 +120,16 @@ def language_models(architecture: str) -> Mapping[str, Family]:
     return {family.multimodal[architecture]: family for family in found}
 
 
+def architecture_in(config: Config) -> str:
+    """Return the architecture that a config.json names, directly or by its model_type."""
+    named = architecture_of(str(config.get("model_type")))
+    architecture: str = (config.get("architectures") or [named])[0]
+    return architecture
+
+
 def family_of(config: Config) -> Family:
     """Return the family that a config.json names."""
-    known = families()
-    named = architecture_of(str(config.get("model_type")))
-    architecture = (config.get("architectures") or [named])[0]
+    known, architecture = families(), architecture_in(config)
     family = known.get(architecture)
     if family is None:
         names = [*known, *dict.fromkeys(name for f in known.values() for name in f.multimodal)]

@@ -15,8 +15,9 @@ from slotzero.kernels.triton.attention import decode, verify
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.kernels.types import PagedKv, Rows, Tokens
-from slotzero.models.decoder import Decoder, DecoderBatch
+from slotzero.models.decoder import Decoder
 from slotzero.models.families.family import parse_config
+from slotzero.models.model import DecoderBatch
 from slotzero.models.rope import frequencies
 from slotzero.models.weights import load_weights
 from slotzero.speculative.assistant import fit_assistant, load_assistant
