@@ -70,10 +70,15 @@ def test_packing_is_undone_exactly(device, format, shape):
     packed = {field: surrounded(tensor, device) for field, tensor in packed.items()}
     weight = weight._replace(**packed)
     wanted = dequantise(rows, format).to(device)
-    assert torch.equal(linear_fragments.unpack(weight, torch.float32), wanted)
     chosen = torch.tensor([shape[0] - 1, 0, 9], device=device).int()
-    got = linear_fragments.unpack(weight, torch.float32, chosen)
-    assert torch.equal(got, wanted[chosen.long()])
+    for got, numbers in (
+        (linear_fragments.unpack(weight, torch.float32), wanted),
+        (linear_fragments.unpack(weight, torch.float32, chosen), wanted[chosen.long()]),
+    ):
+        if format.has_offsets and not INTERPRETED:  # a card rounds code * scale + offset once
+            assert torch.allclose(got, numbers, rtol=0, atol=1e-6)
+        else:
+            assert torch.equal(got, numbers)
 
 
 @each_format
