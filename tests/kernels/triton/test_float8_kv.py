@@ -100,8 +100,8 @@ def compare(case, given, device, dtype, num_layers=1):
     (expected, want, _), (got, stored, plan) = sides
     real = given.tokens.slots > 0
     assert (got[~real] == 0).all()
-    # In 16 bits, norms round some values to a neighbouring code, which is up to an eighth away: in a
-    # short row, with a large part of the weight, this moves a result by a tenth.
+    # In 16 bits, norms round some values to a neighbouring code, up to an eighth away: in a short
+    # row, where a value has a large part of the weight, this moves a result by a tenth.
     close = {"rtol": 1e-4, "atol": 2e-5} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 0.12}
     assert torch.allclose(got[real], expected[real], **close), (got - expected)[real].abs().max()
     same_codes(stored.cpu(), want, dtype)
