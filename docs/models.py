@@ -5,7 +5,7 @@ python docs/models.py
 
 from pathlib import Path
 
-from slotzero.models.catalog import bridged_only, family_rows
+from slotzero.models.catalog import bridged_only, family_rows, multimodal_names
 
 FILE = Path(__file__).with_suffix(".md")
 HEAD = """\
@@ -17,12 +17,15 @@ memory, and if not, why.
 
 ## Families with layers of Slotzero
 
-CUDA graphs, quantised weights, several devices and speculative decoding work with all of them; a
-combination that does not is refused by name. "Layers" is what the tiny models of the family are
-made of (`slotzero certify tiny:NAME`).
+CUDA graphs, quantised weights, several devices and speculative decoding work with all of them, with
+one exception: DeepSeek-V3.2 runs on a CPU only. A combination that does not work is refused by
+name. "Layers" is what the tiny models of the family are made of (`slotzero certify tiny:NAME`).
 
 | architecture | `model_type` | layers | tiny models |
 |---|---|---|---|
+"""
+MULTIMODAL = """
+The language models of these multimodal architectures run, too; images are refused: {names}.
 """
 BRIDGE = """
 ## Models over the bridge to transformers
@@ -69,9 +72,11 @@ def page() -> str:
         f"| `{row.architecture}` | `{row.model_type}` | {row.layers} | {_code(row.tiny)} |\n"
         for row in family_rows()
     ]
-    names = ", ".join(f"`{name}`" for name in bridged_only())
-    bridge = BRIDGE.format(names=names, decision=int(DECISION[:4]), decision_file=DECISION)
-    return HEAD + "".join(lines) + bridge
+    multimodal = MULTIMODAL.format(names=_code(", ".join(multimodal_names())))
+    bridge = BRIDGE.format(
+        names=_code(", ".join(bridged_only())), decision=int(DECISION[:4]), decision_file=DECISION
+    )
+    return HEAD + "".join(lines) + multimodal + bridge
 
 
 def _code(names: str) -> str:

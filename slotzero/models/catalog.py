@@ -23,6 +23,11 @@ def family_rows() -> list[CatalogRow]:
     return [_row(families()[name]) for name in sorted(families(), key=str.lower)]
 
 
+def multimodal_names() -> list[str]:
+    """Return the multimodal architectures whose language model is one of the families."""
+    return sorted({name for family in families().values() for name in family.multimodal})
+
+
 def bridged_only() -> list[str]:
     """Return the architectures that are known to run over the bridge and have no family."""
     return [name for name in sorted(TRIED, key=str.lower) if name not in families()]

@@ -45,6 +45,12 @@ DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings"
 FAMILIES = (
     Family(
         "cohere", "CohereForCausalLM", parse_cohere, IMPLEMENTS,
+        tiny={
+            "cohere": tiny(
+                "cohere", "CohereForCausalLM", 2, 64, 136, (4, 2, 16), layer_norm_eps=1e-5,
+                logit_scale=0.25, tie_word_embeddings=True,
+            ),
+        },
         defaults={**DEFAULTS, "rope_theta": 500000.0},
     ),
     Family(

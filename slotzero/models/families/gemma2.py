@@ -16,6 +16,7 @@ from slotzero.models.families.standard import (
     model,
     sandwich_norms,
 )
+from slotzero.models.families.tiny import tiny
 from slotzero.models.fields import positive
 from slotzero.models.layer import DecoderLayer
 
@@ -52,5 +53,12 @@ FAMILIES = (
     Family(
         "gemma2", "Gemma2ForCausalLM", parse,
         frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}),
+        tiny={
+            "gemma2": tiny(
+                "gemma2", "Gemma2ForCausalLM", 2, 64, 136, (4, 2, 16), sliding_window=24,
+                query_pre_attn_scalar=20, attn_logit_softcapping=5.0, final_logit_softcapping=3.0,
+                hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True,
+            ),
+        },
     ),
 )  # fmt: skip

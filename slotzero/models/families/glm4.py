@@ -40,7 +40,16 @@ def _parse(config: Config, norms: LayerNorms) -> ModelConfig:
 IMPLEMENTS = frozenset({"partial_rotary_factor"})
 DEFAULTS = {"attention_bias": True, "head_dim": 128}
 FAMILIES = (
-    Family("glm", "GlmForCausalLM", parse_glm, IMPLEMENTS, defaults=DEFAULTS),
+    Family(
+        "glm", "GlmForCausalLM", parse_glm, IMPLEMENTS,
+        tiny={
+            "glm": tiny(
+                "glm", "GlmForCausalLM", 2, 64, 136, (4, 2, 24), attention_bias=True,
+                partial_rotary_factor=0.5,
+            ),
+        },
+        defaults=DEFAULTS,
+    ),
     Family(
         "glm4", "Glm4ForCausalLM", parse_glm4, IMPLEMENTS,
         tiny={
