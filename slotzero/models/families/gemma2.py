@@ -55,10 +55,10 @@ FAMILIES = (
         frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}),
         tiny={
             "gemma2": tiny(
-                "gemma2", "Gemma2ForCausalLM", 2, 64, 136, (4, 2, 16), sliding_window=24,
+                "gemma2", "Gemma2ForCausalLM", 2, 64, 136, (4, 2, 32), sliding_window=24,
                 query_pre_attn_scalar=20, attn_logit_softcapping=5.0, final_logit_softcapping=3.0,
-                hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True,
-                initializer_range=0.05,  # small, because the model multiplies embeddings by 8
+                hidden_activation="gelu_pytorch_tanh",
+                initializer_range=0.1,  # small, because the model multiplies embeddings by 8
             ),
         },
     ),
