@@ -283,47 +283,63 @@ def _multiply_groups(
 
 
 @triton.jit
+def _load_step(
+    codes, scales, offsets, first, apart, blocks, depth, end,
+    INNER: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr, PER: tl.constexpr,
+    CODES: tl.constexpr, BLOCKS: tl.constexpr, HALVES: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """Load the words of a step, and its scales and offsets unless whole rows share them."""
+    parts: tl.constexpr = 2 if CODES == "uint8" else 1
+    depths: tl.constexpr = (INNER + 127) // 128
+    each: tl.constexpr = BLOCKS // HALVES
+    words = _load_words(
+        codes, first, apart, blocks, depth, end, parts, depths, each, BLOCKS, SLICES
+    )
+    pairs, shifts = (), ()
+    if GROUPS * CUT > 1:
+        pairs = (
+            _load_pairs(
+                scales, first, apart, blocks, depth, end, PER, GROUPS, CUT, each, BLOCKS, SLICES
+            ),
+        )  # type: ignore[assignment]
+        if offsets is not None:
+            shifts = (
+                _load_pairs(
+                    offsets, first, apart, blocks, depth, end, PER, GROUPS, CUT,
+                    each, BLOCKS, SLICES,
+                ),
+            )  # type: ignore[assignment]  # fmt: skip
+    return words, pairs, shifts
+
+
+@triton.jit
 def load_ahead(
     codes, scales, offsets, first, apart, blocks, begin, end,
     INNER: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr, PER: tl.constexpr,
     CODES: tl.constexpr, BLOCKS: tl.constexpr, HALVES: tl.constexpr, SLICES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Load the words, the scales and the offsets that `multiply` begins with. These are constants,
+    """Load the steps that `multiply` begins with, and what scales whole rows. These are constants,
     so a program loads them before it waits for its rows."""
-    parts: tl.constexpr = 2 if CODES == "uint8" else 1
-    depths: tl.constexpr = (INNER + 127) // 128
     each: tl.constexpr = BLOCKS // HALVES
-    has_offsets: tl.constexpr = offsets is not None
-    late: tl.constexpr = GROUPS * CUT == 1
-    words, pairs, shifts = (), (), ()
+    steps, whole = (), ()
     for a in tl.static_range(AHEAD):
-        at = begin + a * SLICES
-        loaded = _load_words(
-            codes, first, apart, blocks, at, end, parts, depths, each, BLOCKS, SLICES
-        )
-        words += (loaded,)  # type: ignore[assignment]
-        if not late:
-            loaded = _load_pairs(
-                scales, first, apart, blocks, at, end, PER, GROUPS, CUT, each, BLOCKS, SLICES
-            )
-            pairs += (loaded,)  # type: ignore[assignment]
-            if has_offsets:
-                loaded = _load_pairs(
-                    offsets, first, apart, blocks, at, end, PER, GROUPS, CUT, each, BLOCKS, SLICES
-                )
-                shifts += (loaded,)  # type: ignore[assignment]
-    if late:
-        loaded = _load_pairs(
+        loaded = _load_step(
+            codes, scales, offsets, first, apart, blocks, begin + a * SLICES, end,
+            INNER, GROUPS, CUT, PER, CODES, BLOCKS, HALVES, SLICES,
+        )  # fmt: skip
+        steps += (loaded,)  # type: ignore[assignment]
+    if GROUPS * CUT == 1:
+        pairs = _load_pairs(
             scales, first, apart, blocks, 0, SLICES, SLICES, 1, 1, each, BLOCKS, SLICES
         )
-        pairs += (loaded,)  # type: ignore[assignment]
-        if has_offsets:
-            loaded = _load_pairs(
+        whole += (pairs,)  # type: ignore[assignment]
+        if offsets is not None:
+            shifts = _load_pairs(
                 offsets, first, apart, blocks, 0, SLICES, SLICES, 1, 1, each, BLOCKS, SLICES
             )
-            shifts += (loaded,)  # type: ignore[assignment]
-    return words, pairs, shifts
+            whole += (shifts,)  # type: ignore[assignment]
+    return steps, whole
 
 
 @triton.jit
@@ -344,11 +360,9 @@ def multiply(
     memory in STAGES.
     """
     parts: tl.constexpr = 2 if CODES == "uint8" else 1
-    depths: tl.constexpr = (INNER + 127) // 128
-    each: tl.constexpr = BLOCKS // HALVES
     has_offsets: tl.constexpr = offsets is not None
     late: tl.constexpr = GROUPS * CUT == 1  # whole rows are scaled at the end
-    words, pairs, shifts = ahead
+    steps, whole = ahead
     k = (tl.arange(0, ROWS * SLICES) // 8 % SLICES * 128)[:, None] + tl.arange(0, 32)[None, :]
     x_at, known = x + source.to(tl.int64)[:, None] * x_stride + k, known[:, None]
     if SLICES > 1:
@@ -356,16 +370,17 @@ def multiply(
     acc = _zeros(SLICES, BLOCKS, ROWS)
     totals = acc
     for step in tl.range(begin, end, SLICES * AHEAD, num_stages=STAGES):
-        next_words, next_pairs, next_shifts = (), (), ()
+        next_steps = ()
         for a in tl.static_range(AHEAD):
             at = step + a * SLICES
             if SLICES == 1:
                 chunks = _load_rows(x_at, known, at, end, INNER, SLICES, ROWS, DTYPE)
             else:
                 next_chunks = _load_rows(x_at, known, at + SLICES, end, INNER, SLICES, ROWS, DTYPE)
+            words, pairs, shifts = steps[a]
             w = ()
             for part in tl.static_range(parts):
-                w += _decode(words[a][part], CODES, ZERO, DECODER, DTYPE, SLICES, BLOCKS)
+                w += _decode(words[part], CODES, ZERO, DECODER, DTYPE, SLICES, BLOCKS)
             if late:
                 acc = _dot(w, chunks, acc, 0, 4, SLICES, BLOCKS, ROWS, PRECISION)
                 if has_offsets:
@@ -374,34 +389,21 @@ def multiply(
                     )
             else:
                 acc = _multiply_groups(
-                    acc, w, chunks, pairs[a], shifts[a] if has_offsets else None,
+                    acc, w, chunks, pairs[0], shifts[0] if has_offsets else None,
                     CUT, SCALES, has_offsets, SLICES, BLOCKS, ROWS, DTYPE, PRECISION,
                 )  # fmt: skip
-            after = at + SLICES * AHEAD
-            loaded = _load_words(
-                codes, first, apart, blocks, after, end, parts, depths, each, BLOCKS, SLICES
-            )
-            next_words += (loaded,)  # type: ignore[assignment]
-            if not late:
-                loaded = _load_pairs(
-                    scales, first, apart, blocks, after, end, PER, GROUPS, CUT, each, BLOCKS, SLICES
-                )
-                next_pairs += (loaded,)  # type: ignore[assignment]
-                if has_offsets:
-                    loaded = _load_pairs(
-                        offsets, first, apart, blocks, after, end, PER, GROUPS, CUT,
-                        each, BLOCKS, SLICES,
-                    )  # fmt: skip
-                    next_shifts += (loaded,)  # type: ignore[assignment]
+            loaded = _load_step(
+                codes, scales, offsets, first, apart, blocks, at + SLICES * AHEAD, end,
+                INNER, GROUPS, CUT, PER, CODES, BLOCKS, HALVES, SLICES,
+            )  # fmt: skip
+            next_steps += (loaded,)  # type: ignore[assignment]
             if SLICES > 1:
                 chunks = next_chunks
-        words = next_words
-        if not late:
-            pairs, shifts = next_pairs, next_shifts
+        steps = next_steps
     if late:
-        acc *= _spread(pairs[0], SCALES, SLICES, BLOCKS, ROWS)
+        acc *= _spread(whole[0], SCALES, SLICES, BLOCKS, ROWS)
         if has_offsets:
-            acc += totals * _spread(shifts[0], tl.float32, SLICES, BLOCKS, ROWS)
+            acc += totals * _spread(whole[1], tl.float32, SLICES, BLOCKS, ROWS)
     if SLICES == 1:
         return acc
     else:  # noqa: RET505
