@@ -150,7 +150,8 @@ class ShortKey(TrafficFault):
         right = cache._keys
 
         def short(token_ids: Sequence[int], first: int, stop: int) -> Iterator[tuple[int, ...]]:
-            return (key[: len(key) // 2] for key in right(token_ids, first, stop))
+            keys = right(token_ids, first, stop)
+            return ((*key[: len(key) // 2], *[0] * -(-len(key) // 2)) for key in keys)
 
         with swapped(cache, "_keys", short):
             try:

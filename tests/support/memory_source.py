@@ -15,7 +15,7 @@ from slotzero.kernels.reference import ReferenceKernels
 from slotzero.models.checkpoint import Checkpoint, CheckpointView
 from slotzero.models.families.family import parse_config
 from slotzero.models.weights import load_weights
-from slotzero.quantization.method import Method, WeightPart
+from slotzero.quantization.method import CACHE_SCALES, Method, WeightPart
 
 MODULE = "model.layers.0.mlp.up_proj"
 
@@ -97,7 +97,7 @@ class PackedCheckpoint(CheckpointView):
         self.tensors: dict[str, Tensor] = {}
         for name in stored.names():
             module, tensor = name.removesuffix(".weight"), stored.read(name)
-            if chosen(module):
+            if chosen(module) and not name.endswith(CACHE_SCALES):
                 made = pack(tuple(tensor.shape))
                 self.tensors |= {module + end: value for end, value in made.items()}
             else:
