@@ -242,8 +242,7 @@ class Decoder(Model):
 
     def scan_of(self, states: States) -> Scan:
         assert self.config.recurrent is not None
-        scan = self.config.recurrent.mixer.scan
-        return scan if states.rows is not None else scan.every(0)
+        return self.config.recurrent.mixer.scan_of(states)
 
     def new_hidden(self, num_tokens: int, num_states: int) -> Tensor:
         return self._weights.final_norm.new_empty(num_tokens, num_states * self.config.hidden_size)
