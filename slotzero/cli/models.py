@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from slotzero.cli import flags
-from slotzero.config import EngineConfig
+from slotzero.config import EngineConfig, refuse_ranks
 from slotzero.errors import ModelError, SlotzeroError
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from slotzero.executor.forecast import forecast
 
-    config = EngineConfig(
-        model=flags.chosen_model(args), skip_tokenizer_init=True, **flags.engine_settings(args)
-    )
+    settings = flags.engine_settings(args)
+    refuse_ranks(settings, "models")
+    config = EngineConfig(model=flags.chosen_model(args), skip_tokenizer_init=True, **settings)
     try:
         found = forecast(config)
     except SlotzeroError as error:

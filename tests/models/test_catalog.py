@@ -78,3 +78,8 @@ def test_a_model_that_does_not_run_says_why(
     assert "Lfm2ForCausalLM: a token's result depends on the tokens beside it" in shown["why_not"]
     assert cli.main(["models", "tiny:llama", "--kv-cache-memory", "1"]) == 1
     assert "do not fit" in capsys.readouterr().out
+
+
+def test_several_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models", "tiny:llama", "--tensor-parallel-size", "2"]) == 2
+    assert "models supports one rank only" in capsys.readouterr().err
