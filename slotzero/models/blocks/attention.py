@@ -108,6 +108,10 @@ class Attention(Block):
 
     weights_type = AttentionWeights
 
+    def __post_init__(self) -> None:
+        # rotate_heads norms after the factor on queries, and would undo it
+        assert self.qk_norm is None or not self.group.rope.query_beta
+
     @property
     def name(self) -> str:  # type: ignore[override]
         return f"attention_{self.group.name}" + ("_readers" if self.reads else "")
