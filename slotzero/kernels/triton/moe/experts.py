@@ -30,7 +30,7 @@ from slotzero.kernels.weights import JoinedWeight, LinearWeight, QuantizedWeight
 
 SORTED_BLOCK, LEAST_SORTED = 2048, 512  # choices examined at a time: at most, at least
 PLAN_BLOCKS = 32  # blocks per program of `sort`
-FEW_EACH, FEW_ROWS = 4, 8  # up to so many rows per expert on average, blocks have few rows
+FEW_EACH, FEW_ROWS = 4, 8  # up to FEW_EACH rows per expert on average, a block has FEW_ROWS
 ADDED_BLOCK = 1024
 
 
