@@ -1,4 +1,7 @@
-"""Attention over a paged KV cache: multi-head, grouped-query (GQA), multi-query, full, sliding."""
+"""Attention over a paged KV cache.
+
+It is multi-head, grouped-query (GQA) or multi-query, and full, sliding or in chunks.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
