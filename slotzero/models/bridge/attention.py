@@ -131,7 +131,7 @@ def _row(seen: Any, position: int, keys: Tensor) -> Tensor:
     return torch.as_tensor(row).expand(keys.shape)
 
 
-def hang(layer: nn.Module, hook: Hook) -> None:
+def attach_hook(layer: nn.Module, hook: Hook) -> None:
     """Give every module of a layer its hook."""
     for module in layer.modules():
         setattr(module, HOOK, hook)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.models.bridge.attention import Call, Hook, hang
+from slotzero.models.bridge.attention import Call, Hook, attach_hook
 from slotzero.models.bridge.config import BridgedConfig
 from slotzero.models.bridge.parts import Parts
 
@@ -29,7 +29,7 @@ class _OwnValues(Hook):
 
 def refuse_mixing(config: BridgedConfig, parts: Parts) -> None:
     """Raise if a token's result depends on its neighbours or on its place in the sequence."""
-    hang(parts.trunk, _OwnValues())
+    attach_hook(parts.trunk, _OwnValues())
     device = parts.like.device
     ids = (torch.arange(NUM_TOKENS, device=device) * 7 + 3) % config.vocab_size
     positions = torch.arange(NUM_TOKENS, device=device) % config.max_position
