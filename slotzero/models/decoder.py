@@ -250,5 +250,6 @@ class Decoder(Model):
     def logits(self, normed: Normed, slots: Tensor, out: Tensor) -> None:
         config = self.config
         if config.logits_scale != 1:
-            normed = normed._replace(x=normed.x * config.logits_scale)
+            # without codes in float8: those would not have the factor
+            normed = Normed(normed.x * config.logits_scale, normed.squares, normed.eps)
         self.vocabulary.logits(normed, slots, config.final_softcap, out)
