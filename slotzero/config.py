@@ -296,10 +296,7 @@ class EngineConfig:
 
 
 def refuse_ranks(settings: Mapping[str, Any], what: str) -> None:
-    """Raise if a command that replays steps itself is given several ranks.
-
-    The other ranks would not take part in its steps.
-    """
+    """Raise if a command that uses this process's device only is given several ranks."""
     size = settings.get("tensor_parallel_size", 1)
     if size != 1:
         raise ConfigError(f"tensor_parallel_size={size}: {what} supports one rank only; drop it")

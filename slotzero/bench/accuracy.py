@@ -101,11 +101,17 @@ class Tally:
 
 
 def run_accuracy(model: str, settings: Mapping[str, Any], spec: AccuracySpec) -> Report:
-    _check(settings, spec)
+    _refuse_unusable(settings)
     config = EngineConfig(model=model, **settings)
     choose_backend(config)  # refuses a backend before anything is loaded
     checkpoint = checkpoint_of(config)
     parsed = parse_model(checkpoint.config, config.model_impl)
+    asks = config.kv_cache_dtype == "auto" and parsed.quantization.asks_for_fp8_cache
+    if config.quantization == spec.reference and config.kv_cache_dtype != "fp8" and not asks:
+        raise ConfigError(
+            f"--quantization {spec.reference} is the reference too: choose --quantization fp8, "
+            "int8, int4 or auto, another --reference-quantization, or --kv-cache-dtype fp8"
+        )
     context = _context(spec.context, parsed.max_position)
     text, source = read_text(spec.text), str(spec.text or PYTHON_TEXT)
     windows = cut(checkpoint.tokenizer(), text, context, spec.max_tokens, f"text {source}")
@@ -167,14 +173,8 @@ def sheets(report: Report) -> list[Sheet]:
     return [Sheet(title(report), rows)]
 
 
-def _check(settings: Mapping[str, Any], spec: AccuracySpec) -> None:
+def _refuse_unusable(settings: Mapping[str, Any]) -> None:
     refuse_ranks(settings, "bench accuracy")
-    has_plain_cache = settings.get("kv_cache_dtype", "auto") != "fp8"
-    if settings.get("quantization", "auto") == spec.reference and has_plain_cache:
-        raise ConfigError(
-            f"--quantization {spec.reference} is the reference too: choose --quantization fp8, "
-            "int8, int4 or auto, another --reference-quantization, or --kv-cache-dtype fp8"
-        )
     for name, value, why in _FIXED:
         if settings.get(name, value) != value:
             raise ConfigError(f"{name}={settings[name]!r}: {why}; drop it")

@@ -9,12 +9,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from slotzero.cli import flags
-from slotzero.config import EngineConfig
-from slotzero.errors import ModelError, SlotzeroError
+from slotzero.config import EngineConfig, refuse_ranks
+from slotzero.errors import ConfigError, ModelError, SlotzeroError
 
 if TYPE_CHECKING:
     from slotzero.executor.forecast import Forecast
 
+_NOT_FORECAST = ("speculative", "max_num_seqs")
 DESCRIPTION = """\
 Without MODEL, list the supported architectures: families with layers of Slotzero, and others that
 are known to run with the layers of transformers (--model-impl). With MODEL, say from its config
@@ -40,9 +41,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from slotzero.executor.forecast import forecast
 
-    config = EngineConfig(
-        model=flags.chosen_model(args), skip_tokenizer_init=True, **flags.engine_settings(args)
-    )
+    settings = flags.engine_settings(args)
+    refuse_ranks(settings, "models")
+    for name in _NOT_FORECAST:
+        if name in settings:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag}: models forecasts a model and one request; drop it")
+    config = EngineConfig(model=flags.chosen_model(args), skip_tokenizer_init=True, **settings)
     try:
         found = forecast(config)
     except SlotzeroError as error:

@@ -297,7 +297,8 @@ class _Builder:
         read: dict[str, Tensor] = {}
         if isinstance(self._model, ModelConfig):
             read |= read_cache_scales(self._model, self._checkpoint)
-            read |= loaded.drafter.read_cache_scales() if loaded.drafter else {}
+        if loaded.drafter is not None:
+            read |= loaded.drafter.read_cache_scales()
         return {
             s.name: self._registry.constant(
                 f"{KV_SCALES}_{s.name}",

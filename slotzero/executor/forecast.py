@@ -41,7 +41,7 @@ class Forecast:
     """Of all layers, while a request is shorter than their windows."""
     state_bytes: int
     """Recurrent states of one request."""
-    context: int  # the model's own limit
+    context: int  # the model's own limit, or a lower one that was asked for
     kv_bytes: int
     """Memory that is left for KV beside the weights."""
 
@@ -86,7 +86,7 @@ def forecast(config: EngineConfig) -> Forecast:
         weight_bytes=num_bytes,
         kv_bytes_per_token=sum(shape.num_bytes // shape.page_size for shape in shapes),
         state_bytes=0 if states is None else states.num_bytes,
-        context=model.max_position,
+        context=min(config.max_model_len or model.max_position, model.max_position),
         kv_bytes=config.kv_cache_memory
         or kv_bytes_beside(num_bytes, device, config.gpu_memory_utilization),
     )

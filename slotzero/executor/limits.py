@@ -144,9 +144,7 @@ def choose_kv_dtype(
     wanted: str, model: ModelShape, kernels: Kernels, dtype: torch.dtype
 ) -> torch.dtype:
     """Return the dtype of KV pages; codes of FP8 are bytes."""
-    stored = model.quantization.stored
-    asked = stored is not None and stored.kv_cache_scheme
-    if wanted == "none" or (wanted == "auto" and not asked):
+    if wanted == "none" or (wanted == "auto" and not model.quantization.asks_for_fp8_cache):
         return dtype
     if kernels.has_float8_kv:
         return CODES

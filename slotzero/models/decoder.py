@@ -242,8 +242,7 @@ class Decoder(Model):
 
     def scan_of(self, states: States) -> Scan:
         assert self.config.recurrent is not None
-        scan = self.config.recurrent.mixer.scan
-        return scan if states.rows is not None else scan.every(0)
+        return self.config.recurrent.mixer.scan_of(states)
 
     def new_hidden(self, num_tokens: int, num_states: int) -> Tensor:
         return self._weights.final_norm.new_empty(num_tokens, num_states * self.config.hidden_size)
@@ -251,5 +250,6 @@ class Decoder(Model):
     def logits(self, normed: Normed, slots: Tensor, out: Tensor) -> None:
         config = self.config
         if config.logits_scale != 1:
-            normed = normed._replace(x=normed.x * config.logits_scale)
+            # without codes in float8: those would not have the factor
+            normed = Normed(normed.x * config.logits_scale, normed.squares, normed.eps)
         self.vocabulary.logits(normed, slots, config.final_softcap, out)

@@ -1,4 +1,4 @@
-"""The contract of a model: what runners, memory and checks need to know, whoever wrote its layers.
+"""The contract of a model: what runners, memory and checks need to know of any model.
 
 `Decoder` implements it with the blocks of this package, `BridgedModel` (models/bridge) with the
 layers of transformers. A model maps tokens, each given as a (slot, position), to hidden states and

@@ -76,7 +76,7 @@ class Param:
     """For the bias of a row-parallel linear layer: the ranks whose results are summed. Only one of
     them adds the bias."""
     num_ones: int = 0
-    """Instead of sources: a vector of so many ones, which no checkpoint stores."""
+    """Instead of sources: the length of a vector of ones, which no checkpoint stores."""
     is_sensitive: bool = False
     """A router, an embedding or a vocabulary head: it keeps its type when weights are converted
     while they load."""

@@ -51,6 +51,10 @@ class Quantization:
     unpacks: bool = False
     """Unpack quantised weights to the compute type."""
 
+    @property
+    def asks_for_fp8_cache(self) -> bool:
+        return self.stored is not None and self.stored.kv_cache_scheme
+
     def format_of(self, module: str, in_features: int, is_sensitive: bool) -> WeightFormat | None:
         """Return the format in which a linear layer's weight is kept; None: the compute type."""
         if self.online is not None:

@@ -16,6 +16,7 @@ from slotzero.bench.scorer import Scorer
 from slotzero.cli.main import main
 from slotzero.config import EngineConfig
 from slotzero.errors import ConfigError
+from slotzero.quantization.quantization import Quantization
 from slotzero.text.tokenizer import Tokenizer
 
 TINY = ["tiny:llama", "--backend", "eager"]
@@ -175,6 +176,12 @@ def test_an_fp8_kv_cache_is_compared_with_a_plain_one(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
+def test_a_checkpoint_that_asks_for_an_fp8_cache_is_compared(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(Quantization, "asks_for_fp8_cache", True)
+    report = run(capsys, *TINY, *SHORT, "--quantization", "none")
+    assert report["kv_cache_dtype"] == {"reference": "float32", "quantized": "fp8"}
+
+
 def test_the_swapped_models_have_swapped_perplexities() -> None:
     plain, coarse = scorer("tiny:llama"), scorer("tiny:llama", quantization="int4")
     made = some_windows(259)

@@ -78,3 +78,21 @@ def test_a_model_that_does_not_run_says_why(
     assert "Lfm2ForCausalLM: a token's result depends on the tokens beside it" in shown["why_not"]
     assert cli.main(["models", "tiny:llama", "--kv-cache-memory", "1"]) == 1
     assert "do not fit" in capsys.readouterr().out
+
+
+def test_several_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models", "tiny:llama", "--tensor-parallel-size", "2"]) == 2
+    assert "models supports one rank only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--speculative", "ngram"], ["--max-num-seqs", "4"]])
+def test_settings_that_are_not_forecast_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["models", "tiny:llama", *words]) == 2
+    assert f"{words[0]}: models forecasts" in capsys.readouterr().err
+
+
+def test_a_shorter_context_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models", "tiny:llama", "--max-model-len", "64", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["context"] == 64

@@ -6,6 +6,8 @@ from oracle import FAMILIES, HYBRIDS, RECURRENT, VARIANTS
 from traced import GREEDY, Traced, expect_equal, prompts_of
 
 from slotzero import SamplingParams
+from slotzero.kernels.types import Float8Rows, Normed
+from slotzero.models.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.slow
 
@@ -177,3 +179,13 @@ def test_a_context_of_one_page(oracles, backend):
     traced = Traced(oracle.path, backend=backend, max_num_seqs=2, max_model_len=16)
     assert traced.engine.worker.tables["page_table"].shape == (3, 1)
     expect_equal(traced, oracle, prompts_of([5, 3], oracle.vocab_size), num_tokens=11)
+
+
+def test_scaled_hidden_states_have_no_rows_in_float8(monkeypatch):
+    """Those that a kernel rounded before are without the factor."""
+    decoder, taken = Traced("tiny:granite", backend="eager").engine.worker.decoder, []
+    monkeypatch.setattr(Vocabulary, "logits", lambda _, x, *others: taken.append(x))
+    x, slots = torch.randn(2, 64), torch.ones(2, dtype=torch.int32)
+    decoder.logits(Normed(x, float8=Float8Rows(x, torch.ones(1, 2))), slots, x)
+    (scaled,) = taken
+    assert scaled.float8 is None and torch.allclose(scaled.x, x / 1.7)

@@ -254,6 +254,13 @@ def refused(model: str, error: type[Exception], *words: str, **settings) -> None
         assert word in str(raised.value)
 
 
+def test_scores_of_granite_have_no_factor_by_default():
+    config = {**tiny_configs()["granite-hybrid"]}
+    del config["attention_multiplier"]
+    (group,) = parse_config(config).groups
+    assert group.heads.scale == 1
+
+
 def test_bad_settings_are_refused_by_name():
     model = TINY[0]
     refused(model, ConfigError, "snapshot_interval=40", "page_size=16", snapshot_interval=40)

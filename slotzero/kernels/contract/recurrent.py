@@ -1,8 +1,8 @@
 """The recurrent part of a kernel set: Mamba-2, the gated delta rule, and short convolutions.
 
 A recurrent mixer is four calls: linear, convolve, scan, gate_norm. A short convolution is the first
-two of them. Where a row begins and whether
-it takes snapshots follows from its position and the table of snapshot rows, see types_recurrent.py.
+two of them. Where a row begins and whether it takes snapshots follows from its position and the
+table of snapshot rows, see types_recurrent.py.
 """
 
 from abc import ABC, abstractmethod

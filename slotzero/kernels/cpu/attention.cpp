@@ -1,10 +1,10 @@
 // Paged attention and the KV store on the CPU, in float32.
 //
-// A token is (slot, position). It reads positions (position - window, position] of its slot, or those
-// of its chunk up to its own, through the page table and nothing else; a node of a draft tree reads all positions before the tree, and
-// those in the tree whose bit is set. A token of slot 0 writes no KV and gets zeros. Keys are read
-// in blocks that begin at multiples of a constant, so each token's arithmetic is the same alone
-// (decode) and among others of its prompt (prefill).
+// A token is (slot, position). It reads positions (position - window, position] of its slot, or
+// those of its chunk up to its own, through the page table and nothing else; a node of a draft tree
+// reads all positions before the tree, and those in the tree whose bit is set. A token of slot 0
+// writes no KV and gets zeros. Keys are read in blocks that begin at multiples of a constant, so each
+// token's arithmetic is the same alone (decode) and among others of its prompt (prefill).
 //
 // With scales, pages hold codes of e4m3. A block is decoded once for all queries of a run; the scale
 // of keys is part of the softmax scale, and that of values is applied to the result.

@@ -1,4 +1,7 @@
-"""Attention over a paged KV cache: multi-head, grouped-query (GQA), multi-query, full, sliding."""
+"""Attention over a paged KV cache.
+
+It is multi-head, grouped-query (GQA) or multi-query, and full, sliding or in chunks.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -107,6 +110,10 @@ class Attention(Block):
     in_features: int | None = None  # None: hidden_size
 
     weights_type = AttentionWeights
+
+    def __post_init__(self) -> None:
+        # rotate_heads norms after the factor on queries, and would undo it
+        assert self.qk_norm is None or not self.group.rope.query_beta
 
     @property
     def name(self) -> str:  # type: ignore[override]

@@ -27,6 +27,7 @@ class MlpNames(NamedTuple):
 
 
 MLP_NAMES = MlpNames()
+FUSED_NAMES = MlpNames("mlp.gate_up_proj", "mlp.down_proj", gate=None)
 
 
 class DenseMlpWeights(NamedTuple):

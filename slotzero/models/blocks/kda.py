@@ -78,9 +78,7 @@ class KdaMixer(RecurrentBlock):
         residual: Tensor,
         norms: ResidualNorms,
     ) -> tuple[Tensor, Normed]:
-        kernels, scan = context.kernels, self.scan
-        if inputs.states.rows is None:
-            scan = scan.every(0)
+        kernels, scan = context.kernels, self.scan_of(inputs.states)
         sizes = [scan.channels, scan.num_heads, scan.head_dim, scan.head_dim]
         mixed, beta, decay, gate = torch.split(kernels.linear(x, weights.in_proj), sizes, dim=-1)
         decays = kernels.linear(Normed(decay.contiguous()), weights.decay)

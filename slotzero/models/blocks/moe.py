@@ -62,9 +62,13 @@ class MoeMlp(Block):
     names: MoeNames = MOE_NAMES
     has_bias: bool = False
     down_scale: float = 1.0
+    """A constant that multiplies the down projection when it is loaded, if it is joint."""
 
     name = "moe"
     weights_type = ExpertWeights
+
+    def __post_init__(self) -> None:
+        assert self.names.is_joint or self.down_scale == 1
 
     def shard(self, ranks: Ranks) -> Self:
         """Split every expert over the ranks; with expert parallelism, distribute whole experts."""

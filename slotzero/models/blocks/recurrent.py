@@ -14,7 +14,7 @@ from torch import Tensor
 from slotzero.distributed.ranks import Ranks, norm_over
 from slotzero.errors import ConfigError
 from slotzero.kernels.types import Normed, ResidualNorms
-from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights
+from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights, States
 from slotzero.kernels.weights import LinearWeight
 from slotzero.models.blocks.block import FLAG, Block, BlockContext, split_evenly
 from slotzero.models.param import LinearParam, Param, Params, Source, linear, norm, side_by_side
@@ -50,6 +50,10 @@ class RecurrentBlock(Block):
         """Return the mixer with a state snapshot after every `interval` tokens."""
         return replace(self, scan=self.scan.every(interval))  # type: ignore[type-var]
 
+    def scan_of(self, states: States) -> Scan:
+        """Return the scan, without snapshots if the states keep none."""
+        return self.scan if states.rows is not None else self.scan.every(0)
+
 
 @dataclass(frozen=True)
 class RecurrentMixer(RecurrentBlock):
@@ -75,7 +79,7 @@ class RecurrentMixer(RecurrentBlock):
 
     @property
     def is_delta(self) -> bool:
-        return self.scan.kind == "delta"
+        return self.scan.is_delta
 
     def shard(self, ranks: Ranks) -> Self:
         """Split the heads, their channels and their groups over the ranks.
@@ -149,12 +153,10 @@ class RecurrentMixer(RecurrentBlock):
         residual: Tensor,
         norms: ResidualNorms,
     ) -> tuple[Tensor, Normed]:
-        kernels, scan = context.kernels, self.scan
+        kernels, scan = context.kernels, self.scan_of(inputs.states)
         num_gates = 2 if self.is_delta else 1
         sizes = [scan.inner_size, scan.channels, *[scan.num_heads] * num_gates]
         gates, mixed, *steps = torch.split(kernels.linear(x, weights.in_proj), sizes, dim=-1)
-        if inputs.states.rows is None:
-            scan = scan.every(0)
         beta = steps[1] if self.is_delta else None
         mixed = kernels.convolve(mixed, weights.conv, weights.conv_bias, inputs, scan)
         scanned = kernels.scan(mixed, steps[0], beta, weights.scan, inputs, scan)

@@ -62,7 +62,7 @@ class ShortConv(RecurrentBlock):
         residual: Tensor,
         norms: ResidualNorms,
     ) -> tuple[Tensor, Normed]:
-        scan = self.scan if inputs.states.rows is not None else self.scan.every(0)
+        scan = self.scan_of(inputs.states)
         given = context.kernels.linear(x, weights.in_proj)
         mixed = context.kernels.convolve(given, weights.conv, weights.conv_bias, inputs, scan)
         ranks = context.ranks.attention

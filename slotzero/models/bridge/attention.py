@@ -117,9 +117,8 @@ def window_of(seen: Any, max_position: int) -> int | None:
     keys = torch.arange(max_position)
     last = max_position - 1
     size = int(_row(seen, last, keys).sum())
-    for position in {0, 1, size - 2, size - 1, size, size + 1, last // 2, last} & set(
-        keys.tolist()
-    ):
+    tried = {0, 1, size - 2, size - 1, size, size + 1, last // 2, last}
+    for position in sorted(tried.intersection(range(max_position))):
         wanted = (keys <= position) & (keys > position - size)
         if not torch.equal(_row(seen, position, keys), wanted):
             raise ValueError(f"at position {position} it is neither causal nor a sliding window")
@@ -132,7 +131,7 @@ def _row(seen: Any, position: int, keys: Tensor) -> Tensor:
     return torch.as_tensor(row).expand(keys.shape)
 
 
-def hang(layer: nn.Module, hook: Hook) -> None:
+def attach_hook(layer: nn.Module, hook: Hook) -> None:
     """Give every module of a layer its hook."""
     for module in layer.modules():
         setattr(module, HOOK, hook)

@@ -14,7 +14,7 @@ from slotzero.graph import Pieces
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import Heads, QkNorms
 from slotzero.models.blocks.attention import AttentionInputs
-from slotzero.models.bridge.attention import Call, Hook, hang
+from slotzero.models.bridge.attention import Call, Hook, attach_hook
 from slotzero.models.bridge.body import Arguments, Body
 
 NO_NORMS = QkNorms(None, None)
@@ -46,7 +46,7 @@ class LayerPiece(Hook):
         self.weights = self._body.weights
         self.code = self
         """The first equal layer."""
-        hang(layer, self)
+        attach_hook(layer, self)
         layer.forward = self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.models.bridge.attention import Call, Hook, hang
+from slotzero.models.bridge.attention import Call, Hook, attach_hook
 from slotzero.models.bridge.config import BridgedConfig
 from slotzero.models.bridge.parts import Parts
 
-NUM_TOKENS = 6
+NUM_TOKENS = 16
 _ROUNDING = {torch.float32: 1e-4}  # relative to the largest value
 _OTHER_ROUNDING = 5e-2
+_MOST_CHANGED = 0.25  # of the tokens: in 16 bits, a router near a tie may choose another expert
 
 
 class _OwnValues(Hook):
@@ -29,7 +30,7 @@ class _OwnValues(Hook):
 
 def refuse_mixing(config: BridgedConfig, parts: Parts) -> None:
     """Raise if a token's result depends on its neighbours or on its place in the sequence."""
-    hang(parts.trunk, _OwnValues())
+    attach_hook(parts.trunk, _OwnValues())
     device = parts.like.device
     ids = (torch.arange(NUM_TOKENS, device=device) * 7 + 3) % config.vocab_size
     positions = torch.arange(NUM_TOKENS, device=device) % config.max_position
@@ -43,7 +44,9 @@ def refuse_mixing(config: BridgedConfig, parts: Parts) -> None:
             torch.cat((ids[order], changed)), torch.cat((positions[order], positions[:half]))
         )[: len(order)]
     bound = _ROUNDING.get(first.dtype, _OTHER_ROUNDING) * first.float().abs().max()
-    if not bool(((first - second).float().abs() <= bound).all()):  # waits: once, at the start
+    is_near = ((first - second).float().abs() <= bound).all(-1)
+    allowed = 0.0 if first.dtype is torch.float32 else _MOST_CHANGED
+    if float((~is_near).float().mean()) > allowed:  # waits: once, at the start
         raise UnsupportedModelError(
             f"{config.architecture}: a token's result depends on the tokens beside it outside of "
             "attention (a convolution, a recurrence, or positions of its own), so requests would "

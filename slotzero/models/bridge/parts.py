@@ -14,7 +14,7 @@ NO_INTERFACE = (
 )
 
 
-class Given(nn.Module):
+class TrunkStandIn(nn.Module):
     """Takes the place of the trunk in a model, which then computes logits from given states."""
 
     def __init__(self) -> None:
@@ -38,9 +38,9 @@ class Parts:
             )
         self.like: Tensor = next(self.trunk.parameters())
         """A tensor with the type and device of hidden states."""
-        self._given = Given()
+        self._stand_in = TrunkStandIn()
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, self._given)
+        setattr(model.get_submodule(parent), name, self._stand_in)
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         yield from self.trunk.named_modules()
@@ -57,11 +57,11 @@ class Parts:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [rows, vocab] of hidden states, as the whole model computes them."""
-        self._given.output = self._kind(last_hidden_state=hidden[None])
+        self._stand_in.output = self._kind(last_hidden_state=hidden[None])
         try:
             logits: Tensor = self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
         finally:
-            self._given.output = None
+            self._stand_in.output = None
         return logits
 
     def stack_path(self, attentions: Collection[str]) -> str:

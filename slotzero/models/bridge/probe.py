@@ -17,7 +17,7 @@ from slotzero.graph.cpu import trace_piece
 from slotzero.graph.structure import flatten
 from slotzero.kernels.types import Heads
 from slotzero.models.bridge import library
-from slotzero.models.bridge.attention import Call, Hook, hang, window_of
+from slotzero.models.bridge.attention import Call, Hook, attach_hook, window_of
 from slotzero.models.bridge.body import Arguments, Body
 from slotzero.models.bridge.config import BridgedConfig, BridgedLayer
 from slotzero.models.bridge.lint import Lint, explained, refuse_kept, tensors_in
@@ -52,7 +52,7 @@ class _Probe(Hook):
         self._paths = {module: path for path, module in self._parts.trunk.named_modules()}
         self._calls: dict[str, Call] = {}  # by path of the attention module
         self._codes: dict[int, Any] = {}  # by layer: what it does
-        hang(self._parts.trunk, self)
+        attach_hook(self._parts.trunk, self)
 
     def examined(self) -> BridgedConfig:
         max_position = self._max_position()

@@ -67,6 +67,8 @@ def parse_v32(config: Config) -> ModelConfig:
 
 
 def _parse(config: Config, experts: Experts, index: IndexShape | None = None) -> ModelConfig:
+    for alias in ("num_experts", "num_local_experts"):
+        require(config, alias, positive(config, "n_routed_experts"))
     num_layers, hidden = positive(config, "num_hidden_layers"), positive(config, "hidden_size")
     rope_dim = positive(config, "qk_rope_head_dim")
     if rope_dim % 2:

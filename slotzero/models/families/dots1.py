@@ -22,9 +22,10 @@ def parse(config: Config) -> ModelConfig:
         raise UnsupportedModelError(
             f"config field scoring_func={config['scoring_func']!r}: only noaux_tc is implemented"
         )
-    windows, first = config.get("sliding_window"), config.get("max_window_layers", LAST_WINDOW)
+    given, window = config.get("max_window_layers"), config.get("sliding_window")
+    first = LAST_WINDOW if given is None else given
     attention = llama_attention(
-        config, qk_norm="head", is_sliding=lambda layer: windows is not None and layer >= first
+        config, qk_norm="head", is_sliding=lambda layer: window is not None and layer >= first
     )
     shape = sigmoid_experts(
         {"norm_topk_prob": False, **config}, num_shared=config.get("n_shared_experts") or 0

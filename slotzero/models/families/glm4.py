@@ -4,7 +4,7 @@ too."""
 from collections.abc import Mapping
 from typing import Any
 
-from slotzero.models.blocks.dense_mlp import MlpNames
+from slotzero.models.blocks.dense_mlp import FUSED_NAMES
 from slotzero.models.config import ModelConfig
 from slotzero.models.families.family import Family
 from slotzero.models.families.llama import llama_like
@@ -13,8 +13,6 @@ from slotzero.models.families.tiny import tiny
 from slotzero.models.layer import LayerNorms
 
 Config = Mapping[str, Any]
-
-FUSED_NAMES = MlpNames("mlp.gate_up_proj", "mlp.down_proj", gate=None)
 
 
 def parse_glm(config: Config) -> ModelConfig:

@@ -14,26 +14,39 @@ from slotzero.models.fields import multiplier
 Config = Mapping[str, Any]
 
 
+FACTORS = frozenset(
+    {"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"}
+)
+
+
 def parse(config: Config) -> ModelConfig:
-    added = multiplier(config, "residual_multiplier")
     return llama_like(
         config,
-        heads=attention_heads(config, scale=multiplier(config, "attention_multiplier")),
-        mlp=dense_mlp(config, down_scale=added),
-        outside={
-            "embedding_scale": multiplier(config, "embedding_multiplier"),
-            "logits_scale": 1.0 / multiplier(config, "logits_scaling"),
-        },
-        scales=AttentionScales(out=added),
+        mlp=dense_mlp(config, down_scale=multiplier(config, "residual_multiplier")),
+        outside=outer_factors(config),
+        **attention_factors(config),
     )
+
+
+def attention_factors(config: Config) -> dict[str, Any]:
+    """Return arguments of llama_attention: the factors on scores and on the result."""
+    return {
+        "heads": attention_heads(config, scale=multiplier(config, "attention_multiplier")),
+        "scales": AttentionScales(out=multiplier(config, "residual_multiplier")),
+    }
+
+
+def outer_factors(config: Config) -> dict[str, Any]:
+    """Return fields of ModelConfig: the factors on embeddings and logits."""
+    return {
+        "embedding_scale": multiplier(config, "embedding_multiplier"),
+        "logits_scale": 1.0 / multiplier(config, "logits_scaling"),
+    }
 
 
 FAMILIES = (
     Family(
-        "granite", "GraniteForCausalLM", parse,
-        frozenset({
-            "embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier",
-        }),
+        "granite", "GraniteForCausalLM", parse, FACTORS,
         tiny={
             "granite": tiny(
                 "granite", "GraniteForCausalLM", 2, 64, 136, (4, 2, 16), attention_bias=True,

@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from slotzero.models.blocks.attention import Attention, AttentionScales
+from slotzero.models.blocks.attention import Attention
 from slotzero.models.blocks.dense_mlp import MlpNames
 from slotzero.models.blocks.moe import MoeMlp, MoeNames
 from slotzero.models.blocks.moe_shared import MoeWithSharedMlp
 from slotzero.models.blocks.recurrent import RecurrentMixer, RecurrentScales
 from slotzero.models.config import FULL, ModelConfig
 from slotzero.models.families.family import Family
+from slotzero.models.families.granite import FACTORS, attention_factors, outer_factors
 from slotzero.models.families.mamba import ATTENTION, hybrid_layers, mamba_mixer
 from slotzero.models.families.standard import (
-    attention_heads,
     dense_mlp,
     experts,
     kv_group,
@@ -50,23 +50,20 @@ def parse(config: Config) -> ModelConfig:
         config,
         layers,
         mlp_size=positive(config, "shared_intermediate_size"),
-        embedding_scale=multiplier(config, "embedding_multiplier"),
-        logits_scale=1.0 / multiplier(config, "logits_scaling"),
+        **outer_factors(config),
     )
 
 
 def _attention(config: Config, kinds: list[str]) -> Attention:
-    heads, scale = attention_heads(config), config.get("attention_multiplier")
-    if scale is not None:
-        heads = attention_heads(config, scale=float(scale))
+    factors = attention_factors(config)
     layers = [layer for layer, kind in enumerate(kinds) if kind == ATTENTION]
     bias = bool(config.get("attention_bias", False))
     return Attention(
-        kv_group(config, FULL, layers, heads, rope_if_configured(config)),
+        kv_group(config, FULL, layers, factors["heads"], rope_if_configured(config)),
         positive(config, "hidden_size"),
         qkv_bias=bias,
         out_bias=bias,
-        scales=AttentionScales(out=multiplier(config, "residual_multiplier")),
+        scales=factors["scales"],
     )
 
 
@@ -97,10 +94,7 @@ def _mlps(config: Config) -> list[Mlp]:
 FAMILIES = (
     Family(
         "granitemoehybrid", "GraniteMoeHybridForCausalLM", parse,
-        frozenset({
-            "embedding_multiplier", "logits_scaling", "residual_multiplier", "num_local_experts",
-            "attention_multiplier",
-        }),
+        FACTORS | {"num_local_experts"},
         tiny={
             "granite-hybrid": tiny(
                 "granitemoehybrid", "GraniteMoeHybridForCausalLM", 4, 64, 40, (4, 2, 16),

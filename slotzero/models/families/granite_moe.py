@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from slotzero.models.blocks.attention import AttentionScales
 from slotzero.models.blocks.moe import MoeMlp
 from slotzero.models.config import ModelConfig
 from slotzero.models.families.family import Family
+from slotzero.models.families.granite import FACTORS, attention_factors, outer_factors
 from slotzero.models.families.granite_hybrid import NAMES
 from slotzero.models.families.llama import llama_attention
-from slotzero.models.families.standard import attention_heads, experts, sparse_model
+from slotzero.models.families.standard import experts, sparse_model
 from slotzero.models.families.tiny import tiny
 from slotzero.models.fields import multiplier, positive
 
@@ -17,30 +17,19 @@ Config = Mapping[str, Any]
 
 
 def parse(config: Config) -> ModelConfig:
-    residual = multiplier(config, "residual_multiplier")
-    heads = attention_heads(config, scale=multiplier(config, "attention_multiplier"))
-    attention = llama_attention(config, heads=heads, scales=AttentionScales(out=residual))
+    attention = llama_attention(config, **attention_factors(config))
     shape = experts(
         config, "num_local_experts", "num_experts_per_tok", "intermediate_size",
         scores="softmax_of_chosen",
     )  # fmt: skip
+    residual = multiplier(config, "residual_multiplier")
     mlp = MoeMlp(positive(config, "hidden_size"), shape, NAMES, down_scale=residual)
-    return sparse_model(
-        config,
-        attention,
-        mlp,
-        embedding_scale=multiplier(config, "embedding_multiplier"),
-        logits_scale=1.0 / multiplier(config, "logits_scaling"),
-    )
+    return sparse_model(config, attention, mlp, **outer_factors(config))
 
 
 FAMILIES = (
     Family(
-        "granitemoe", "GraniteMoeForCausalLM", parse,
-        frozenset({
-            "embedding_multiplier", "logits_scaling", "residual_multiplier", "num_local_experts",
-            "attention_multiplier",
-        }),
+        "granitemoe", "GraniteMoeForCausalLM", parse, FACTORS | {"num_local_experts"},
         tiny={
             "granite-moe": tiny(
                 "granitemoe", "GraniteMoeForCausalLM", 2, 64, 40, (4, 2, 16), num_local_experts=5,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.models.blocks.dense_mlp import MlpNames
+from slotzero.models.blocks.dense_mlp import FUSED_NAMES
 from slotzero.models.config import ModelConfig
 from slotzero.models.families.family import Family
 from slotzero.models.families.llama import llama_like
@@ -17,8 +17,6 @@ from slotzero.models.families.tiny import tiny
 from slotzero.models.fields import mapping, positive
 
 Config = Mapping[str, Any]
-
-FUSED_NAMES = MlpNames("mlp.gate_up_proj", "mlp.down_proj", gate=None)
 
 
 def parse(config: Config) -> ModelConfig:

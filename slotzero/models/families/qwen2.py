@@ -14,7 +14,7 @@ Config = Mapping[str, Any]
 
 def late_layers_slide(config: Config) -> IsSliding:
     """Return the rule of Qwen: with use_sliding_window, layers from max_window_layers on slide."""
-    first = config.get("max_window_layers", 0)
+    first = config.get("max_window_layers") or 0
     return lambda layer: bool(config.get("use_sliding_window")) and layer >= first
 
 

@@ -5,9 +5,6 @@ from typing import Any
 
 from slotzero.kernels.types_recurrent import Scan
 from slotzero.models.blocks.attention import Attention
-from slotzero.models.blocks.dense_mlp import MlpNames
-from slotzero.models.blocks.moe import MoeMlp, MoeNames
-from slotzero.models.blocks.moe_shared import MoeWithSharedMlp
 from slotzero.models.blocks.recurrent import RecurrentMixer
 from slotzero.models.config import FULL, ModelConfig, MtpConfig, MtpNames
 from slotzero.models.families.family import Family
@@ -18,10 +15,10 @@ from slotzero.models.families.mamba import (
     require_groups,
     state_dtype,
 )
+from slotzero.models.families.qwen_moe import beside_shared, qwen_experts
 from slotzero.models.families.standard import (
     attention_heads,
     dense_mlp,
-    experts,
     kv_group,
     model,
     partial_rope,
@@ -104,16 +101,7 @@ def _delta_rule(config: Config, is_by_head: bool) -> RecurrentMixer:
 def _mlps(config: Config) -> list[Mlp]:
     if not config.get("num_experts"):
         return [dense_mlp(config)] * positive(config, "num_hidden_layers")
-    shape = experts(
-        config, "num_experts", "num_experts_per_tok", "moe_intermediate_size",
-        scores="softmax", is_normed=bool(config.get("norm_topk_prob", True)),
-    )  # fmt: skip
-    shared = dense_mlp(
-        config, size_field="shared_expert_intermediate_size",
-        names=MlpNames.below("mlp.shared_expert"),
-    )  # fmt: skip
-    moe = MoeMlp(positive(config, "hidden_size"), shape, MoeNames(shared=None))
-    both = MoeWithSharedMlp(moe, shared, "mlp.shared_expert_gate")
+    both = beside_shared(config, qwen_experts(config, is_normed=True))
     return [both if is_sparse else dense_mlp(config) for is_sparse in sparse_layers(config)]
 
 

@@ -19,25 +19,30 @@ Config = Mapping[str, Any]
 def parse_qwen2(config: Config) -> ModelConfig:
     qkv_bias = bool(config.get("qkv_bias", True))
     attention = llama_attention(config, qkv_bias=qkv_bias, out_bias=False)
+    return sparse_model(config, attention, beside_shared(config, qwen_experts(config)))
+
+
+def parse_qwen3(config: Config) -> ModelConfig:
+    return sparse_model(config, llama_attention(config, qk_norm="head"), qwen_experts(config))
+
+
+def qwen_experts(config: Config, is_normed: bool = False) -> MoeMlp:
+    """Return the experts; `is_normed` is the value of norm_topk_prob if the config has none."""
+    shape = experts(
+        config, either(config, "num_experts", "num_local_experts"), "num_experts_per_tok",
+        "moe_intermediate_size", scores="softmax",
+        is_normed=bool(config.get("norm_topk_prob", is_normed)),
+    )  # fmt: skip
+    return MoeMlp(positive(config, "hidden_size"), shape, MoeNames(shared=None))
+
+
+def beside_shared(config: Config, moe: MoeMlp) -> MoeWithSharedMlp:
+    """Return the experts beside a shared one, which has a gate."""
     shared = dense_mlp(
         config, size_field="shared_expert_intermediate_size",
         names=MlpNames.below("mlp.shared_expert"),
     )  # fmt: skip
-    mlp = MoeWithSharedMlp(_experts(config), shared, "mlp.shared_expert_gate")
-    return sparse_model(config, attention, mlp)
-
-
-def parse_qwen3(config: Config) -> ModelConfig:
-    return sparse_model(config, llama_attention(config, qk_norm="head"), _experts(config))
-
-
-def _experts(config: Config) -> MoeMlp:
-    shape = experts(
-        config, either(config, "num_experts", "num_local_experts"), "num_experts_per_tok",
-        "moe_intermediate_size", scores="softmax",
-        is_normed=bool(config.get("norm_topk_prob", False)),
-    )  # fmt: skip
-    return MoeMlp(positive(config, "hidden_size"), shape, MoeNames(shared=None))
+    return MoeWithSharedMlp(moe, shared, "mlp.shared_expert_gate")
 
 
 IMPLEMENTS = frozenset({"num_experts", "num_local_experts"})

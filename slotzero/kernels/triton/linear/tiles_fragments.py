@@ -65,7 +65,7 @@ def tile_for(rows: int, features: int, in_features: int, is_gated: bool = False)
 
 @functools.cache
 def expert_tile(rows: int, in_features: int) -> FragmentTile:
-    """Return the tile for blocks of at most so many rows of an expert."""
+    """Return the tile for blocks of at most `rows` rows of an expert."""
     depths = -(-in_features // DEPTH)
     if rows <= SLICED_ROWS:
         size, slices = (FEW_ROWS, 4) if rows <= FEW_ROWS else (SLICED_ROWS, 2)
@@ -74,7 +74,7 @@ def expert_tile(rows: int, in_features: int) -> FragmentTile:
 
 
 def _sliced(rows: int, blocks: int, slices: int, ahead: int, depths: int) -> FragmentTile:
-    """Return a tile of so many slices, or of fewer if some would have nothing to multiply."""
+    """Return a tile of `slices` slices, or of fewer if some would have nothing to multiply."""
     while slices > 2 and depths % slices and depths < 4 * slices:
         slices //= 2
     return FragmentTile(rows, blocks, slices, max(1, min(ahead, depths // slices)), slices)

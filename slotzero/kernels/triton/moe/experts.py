@@ -30,7 +30,7 @@ from slotzero.kernels.weights import JoinedWeight, LinearWeight, QuantizedWeight
 
 SORTED_BLOCK, LEAST_SORTED = 2048, 512  # choices examined at a time: at most, at least
 PLAN_BLOCKS = 32  # blocks per program of `sort`
-FEW_EACH, FEW_ROWS = 4, 8  # up to so many rows per expert on average, blocks have few rows
+FEW_EACH, FEW_ROWS = 4, 8  # up to FEW_EACH rows per expert on average, a block has FEW_ROWS
 ADDED_BLOCK = 1024
 
 
@@ -176,21 +176,21 @@ def sort(chosen: Tensor, starts: Tensor, dtype: torch.dtype) -> Order:
     [experts + 1]. `dtype` is that of the rows to be multiplied."""
     num_experts, num = len(starts) - 1, chosen.numel()
     tile = tile_for(num / num_experts, dtype, shared_memory())
-    most = min(len(chosen), FEW_ROWS if num <= FEW_EACH * num_experts else tile.rows)
+    block_rows = FEW_ROWS if num <= FEW_EACH * num_experts else tile.rows
     order = starts.new_empty(num)
     block = min(SORTED_BLOCK, max(LEAST_SORTED, triton.next_power_of_2(num)))
     launch(
         _sort_kernel, (num_experts + 1,), chosen, order, starts, num, BLOCK=block,
         num_warps=max(1, block // 512), **overlap(),
     )  # fmt: skip
-    num_blocks = min(num, triton.cdiv(num, most) + num_experts)
+    num_blocks = min(num, triton.cdiv(num, block_rows) + num_experts)
     blocks = starts.new_empty(num_blocks, 3)
     launch(
         _blocks_kernel, (triton.cdiv(num_blocks, PLAN_BLOCKS),), starts, blocks, num_blocks,
-        EXPERTS=num_experts, LANES=triton.next_power_of_2(num_experts), ROWS=most,
+        EXPERTS=num_experts, LANES=triton.next_power_of_2(num_experts), ROWS=block_rows,
         BLOCKS=PLAN_BLOCKS, **overlap(),
     )  # fmt: skip
-    return Order(order, blocks, tile, most)
+    return Order(order, blocks, tile, min(len(chosen), block_rows))
 
 
 def gated(

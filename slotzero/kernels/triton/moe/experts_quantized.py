@@ -86,7 +86,7 @@ def product(
 ) -> None:
     """Multiply rows by their experts' weights -> out. With `shared`, x has one row per token, which
     that many choices share; otherwise it is sorted by expert, see `_product_kernel`. A block has
-    at most so many rows."""
+    `most` rows at most."""
     rows, x_scales = inputs(Normed(x), weights)
     if fragments.takes(weights.format):
         experts_fragments.product(rows.x, weights, order, blocks, most, out, shared, activation)
