@@ -12,7 +12,7 @@ RUNTIME := $(VENV)/.installed-runtime
 TEST := $(VENV)/.installed-test
 INPUTS := pyproject.toml constraints.txt
 CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
+PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 4 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -92,6 +92,7 @@ def answer(server: Server) -> str:
 def test_ranks_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
     server = Server([*WORDS.split(), "--tensor-parallel-size", "2"], tmp_path / "log")
     try:
+        wait_until(lambda: len(ours(FOLLOWER)) == 1)
         (rank,) = ours(FOLLOWER)
         kill_a_rank(server, rank, f"rank 1 (process {rank} on node 1)")
         assert server.end() == 0

@@ -26,6 +26,7 @@ from slotzero.models.weights import Progress
 from slotzero.pools.budget import refuse_beyond
 
 _EMBEDDING, _HEAD = "embedding", "head"  # names that the benchmarks know
+_COPIES = 2  # of the weights, while they are read: the checkpoint's and the model's
 
 
 def load_bridged(
@@ -39,9 +40,9 @@ def load_bridged(
     random_seed: int | None = None,
 ) -> BridgedModel:
     """Load a model, or with a seed draw its weights, and register every tensor of it."""
-    refuse_beyond(
-        config.num_values * dtype.itemsize, registry.device, "weights", "use a smaller model"
-    )
+    held = config.num_values * dtype.itemsize * (1 if random_seed is not None else _COPIES)
+    host = torch.device("cpu")  # where transformers builds the model, whatever device runs it
+    refuse_beyond(held, host, "weights, while transformers loads them,", "use a smaller model")
     kind, made = library.class_and_config(checkpoint.config)
     with explained(f"{checkpoint.name} cannot be loaded"):
         if random_seed is None:
