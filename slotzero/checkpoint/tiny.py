@@ -32,7 +32,7 @@ def tiny_checkpoint(name: str) -> DummyCheckpoint:
         near = get_close_matches(name, tiny_names(), n=3, cutoff=0.4)
         raise ModelNotFoundError(
             f"no tiny model {name!r}; use {', '.join([*near, PREFIX + 'llama'])} or another one "
-            "that README.md lists"
+            "that docs/models.md lists"
         )
     return DummyCheckpoint(
         config,
