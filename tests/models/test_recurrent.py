@@ -135,7 +135,7 @@ def tokens_of(llm: LLM, texts, num_tokens: int, **params) -> list[list[int]]:
     ("model", "backend"), [*((model, "eager") for model in TINY), ("tiny:falcon-h1", "cpu")]
 )
 def test_drafts_that_are_right_for_a_while(model, backend, monkeypatch):
-    """Of three drafts some are wrong, at every position. The states go back to the last accepted
+    """Some of three drafts are wrong, at every position. The states go back to the last accepted
     one, and snapshots are taken meanwhile, from which other requests continue."""
     prompt = list(range(20))
     (right,) = tokens_of(make(model), [prompt], 100, temperature=0)
