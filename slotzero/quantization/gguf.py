@@ -166,9 +166,14 @@ def _unpack_q6_k(blocks: Tensor) -> Unpacked:
 
 def _of_32(codes: Codes, zero: int | None = None) -> WeightFormat:
     """Return the format of blocks of 32, whose scales are float16; without a zero, they have
-    offsets."""
+    offsets in float16."""
     return WeightFormat(
-        codes, 32, zero=zero or 0, has_offsets=zero is None, scale_dtype=torch.float16
+        codes,
+        32,
+        zero=zero or 0,
+        has_offsets=zero is None,
+        has_half_offsets=zero is None,
+        scale_dtype=torch.float16,
     )
 
 

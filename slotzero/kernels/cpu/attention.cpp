@@ -21,6 +21,7 @@
 
 #include "float8.h"
 #include "simd.h"
+#include "threads.h"
 
 using torch::stable::Tensor;
 
@@ -228,8 +229,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
   int64_t work = 0;
   for (int64_t t = 0; t < q.size(0); ++t)
     work += std::min(position_of[t] + 1, most) * heads * head_dim;
-#pragma omp parallel for schedule(dynamic, 1) if (work > WORTH_THREADS)
-  for (int64_t item = 0; item < items; ++item) {
+  slotzero::parallel_for(items, work > WORTH_THREADS, [&](int64_t item) {
     const Run run = runs[item / kv_heads];
     const int64_t kv_head = item % kv_heads;
     const int32_t slot = slot_of[run.begin];
@@ -269,7 +269,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
       }
     }
     for (Query& query : queries) scale(query.out, pages.value_scale / query.sum, value_dim);
-  }
+  });
 }
 
 void store_codes(const float* from, int64_t size, float scale, uint8_t* to) {

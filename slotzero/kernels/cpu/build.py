@@ -21,11 +21,11 @@ import torch
 
 from slotzero.errors import CapacityError, ConfigError
 from slotzero.system.cache_dir import cache_dir, unwritable, writing
+from slotzero.system.processors import num_processors
 
 _FLAGS = (
     "-O3",
     "-std=c++20",
-    "-fopenmp",
     "-fPIC",
     "-fno-math-errno",
     "-ffp-contract=off",
@@ -33,7 +33,13 @@ _FLAGS = (
 _ISAS = {
     "native": ("-march=native",),
     "avx2": ("-march=x86-64-v3",),
+    "avx_vnni": ("-march=x86-64-v3", "-mavxvnni"),
     "avx512": ("-march=x86-64-v4",),
+    "avx512_vnni": ("-march=x86-64-v4", "-mavx512vnni"),
+    "amx": ("-march=x86-64-v4", "-mavx512vnni", "-mamx-tile", "-mamx-int8"),
+    "neon": ("-march=armv8-a",),
+    "dotprod": ("-march=armv8.2-a+dotprod",),
+    "i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
     "plain": ("-DSLOTZERO_PLAIN",),
 }
 _HERE = Path(__file__).parent
@@ -52,6 +58,7 @@ def load() -> None:
     if not library.exists():
         _build(library)
     torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    torch.ops.slotzero.set_num_threads(num_processors())
 
 
 def _library_path() -> Path:
@@ -103,7 +110,7 @@ def _build(library: Path) -> None:
             list(pool.map(partial(_run, Path(scratch)), commands))
         linked = Path(scratch) / "linked.so"
         libraries = (f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-ltorch", *_shared_libstdcxx(cxx))
-        link = (cxx, "-shared", "-fopenmp", *map(str, objects), "-o", str(linked), *libraries)
+        link = (cxx, "-shared", "-pthread", *map(str, objects), "-o", str(linked), *libraries)
         _run(Path(scratch), link)
         linked.replace(library)
 

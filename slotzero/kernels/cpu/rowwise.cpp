@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "simd.h"
+#include "threads.h"
 #include "vector_math.h"
 
 using torch::stable::Tensor;
@@ -68,8 +69,7 @@ inline void put(float* y, int64_t count, Vec v) {
 
 template <class Compute>
 void each_row(int64_t rows, int64_t size, const Compute& compute) {
-#pragma omp parallel for schedule(static) if (rows * size > WORTH_THREADS)
-  for (int64_t i = 0; i < rows; ++i) compute(i);
+  slotzero::parallel_for(rows, rows * size > WORTH_THREADS, compute);
 }
 
 float mean_of(const float* x, int64_t size) {
