@@ -280,10 +280,10 @@ void store_codes(const float* from, int64_t size, float scale, uint8_t* to) {
 // `slots[t]`; drops slot 0.
 void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table,
               std::optional<Tensor> kv_scales, Tensor slots, Tensor positions) {
-  STD_TORCH_CHECK(k.is_contiguous() && v.is_contiguous() && kv_pages.is_contiguous() &&
-                      page_table.is_contiguous(),
-                  "store_kv: k, v, kv_pages and page_table must be contiguous");
   const int64_t kv_heads = k.size(1), head_dim = k.size(2), value_dim = v.size(2);
+  const auto is_rows = [](const Tensor& t) { return t.size(2) == 0 || t.stride(2) == 1; };
+  STD_TORCH_CHECK(is_rows(k) && is_rows(v) && kv_pages.is_contiguous() && page_table.is_contiguous(),
+                  "store_kv: rows of k and v, kv_pages and page_table must be contiguous");
   const int64_t page = kv_pages.size(1), pair = head_dim + value_dim, width = page_table.size(1);
   STD_TORCH_CHECK(kv_pages.size(2) == kv_heads && kv_pages.size(3) == pair,
                   "store_kv: kv_pages do not fit k and v");
@@ -294,8 +294,8 @@ void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table,
     const int64_t page_id = table[slot_of[t] * width + position_of[t] / page];
     int64_t at = (page_id * page + position_of[t] % page) * kv_heads * pair;
     for (int64_t head = 0; head < kv_heads; ++head, at += pair) {
-      const float* key = floats(k) + (t * kv_heads + head) * head_dim;
-      const float* value = floats(v) + (t * kv_heads + head) * value_dim;
+      const float* key = floats(k) + t * k.stride(0) + head * k.stride(1);
+      const float* value = floats(v) + t * v.stride(0) + head * v.stride(1);
       if (scales) {
         auto* to = static_cast<uint8_t*>(kv_pages.data_ptr()) + at;
         store_codes(key, head_dim, scales[0], to);

@@ -96,22 +96,22 @@ class CpuKernels(TorchKernels):
 
     def dense_product(self, x: Tensor, weight: DenseWeight) -> Tensor:
         out = x.new_empty(x.shape[0], weight.out_features)
-        torch.ops.slotzero.linear.default(x, weight.data, weight.bias, out)
+        self.product_into(x, weight, out)
         return out
 
     def quantized_product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
-        out, format = x.new_empty(x.shape[0], weight.out_features), weight.format
-        if is_integer(format):
-            torch.ops.slotzero.integer.default(
-                x, weight.codes, weight.scales, weight.offsets, weight.bias, format.bits,
-                format.zero, format.group or weight.in_features, out,
-            )  # fmt: skip
-            return out
-        torch.ops.slotzero.quantized.default(
-            x, *_quantized(weight), weight.bias, CODES.index(format.codes), format.zero,
-            format.group or weight.in_features, out,
-        )  # fmt: skip
+        out = x.new_empty(x.shape[0], weight.out_features)
+        _quantized_into(x, weight, out)
         return out
+
+    def product_into(self, x: Tensor, weight: LinearWeight, out: Tensor) -> None:
+        match weight:
+            case DenseWeight():
+                torch.ops.slotzero.linear.default(x, weight.data, weight.bias, out)
+            case QuantizedWeight():
+                _quantized_into(self.round_input(x, weight), weight, out)
+            case JoinedWeight():
+                super().product_into(x, weight, out)
 
     def round_input(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
         format = weight.format
@@ -165,6 +165,11 @@ class CpuKernels(TorchKernels):
         out = values.new_empty(values.shape)
         number = ACTIVATIONS.index(activation)
         torch.ops.slotzero.gate.default(gates, values, number, out)
+        return out
+
+    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
+        out = x.new_empty(x.shape)
+        torch.ops.slotzero.rotate.default(x, *angles, out)
         return out
 
     def softmax(self, x: Tensor) -> Tensor:
@@ -295,10 +300,25 @@ def _register_shapes() -> None:
     for name in (
         "linear", "grouped", "quantized", "quantized_grouped", "round_float8", "per_head",
         "integer", "integer_grouped", "integer_rows",
-        "rms_norm", "add_norm", "gate", "softmax", "softcap",
+        "rms_norm", "add_norm", "gate", "softmax", "softcap", "rotate",
         "rope_angles", "store_kv", "attend", "select_keys", "convolve", "scan", "sample",
     ):  # fmt: skip
         torch.library.register_fake(f"slotzero::{name}", lambda *_: None)
+
+
+def _quantized_into(x: Tensor, weight: QuantizedWeight, out: Tensor) -> None:
+    """Write the product of x, already rounded, to `out`."""
+    format = weight.format
+    group = format.group or weight.in_features
+    if is_integer(format):
+        torch.ops.slotzero.integer.default(
+            x, weight.codes, weight.scales, weight.offsets, weight.bias, format.bits, format.zero,
+            group, out,
+        )  # fmt: skip
+        return
+    torch.ops.slotzero.quantized.default(
+        x, *_quantized(weight), weight.bias, CODES.index(format.codes), format.zero, group, out
+    )
 
 
 def _quantized(
