@@ -50,6 +50,10 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A tensor of each storage that the calls have made, by `storage_key`; kept, so that no
         memory is used twice."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping would import torch._dynamo, which takes seconds
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -105,7 +105,10 @@ def _nibbles(data: Tensor, run: int) -> Tensor:
     """Return 4-bit codes [blocks, numbers]: of each run of bytes first all low halves, then all
     high halves."""
     runs = data.reshape(len(data), -1, run)
-    return torch.stack((runs & 15, runs >> 4), dim=-2).flatten(1)
+    codes = runs.new_empty(*runs.shape[:2], 2, run)
+    torch.bitwise_and(runs, 15, out=codes[:, :, 0])
+    torch.bitwise_right_shift(runs, 4, out=codes[:, :, 1])
+    return codes.flatten(1)
 
 
 def _bits_of(data: Tensor) -> Tensor:

@@ -22,6 +22,7 @@
 #include "float8.h"
 #include "simd.h"
 #include "threads.h"
+#include "vector_math.h"
 
 using torch::stable::Tensor;
 
@@ -29,26 +30,41 @@ namespace {
 
 constexpr int TOKENS = 8;   // queries of one prompt that share a pass over the KV
 constexpr int KEYS = 16;    // keys scored before one rescaling of the sums
-constexpr int64_t WORTH_THREADS = 1 << 14;  // products below which waking threads costs more
+constexpr int64_t WORTH_THREADS = 1 << 17;  // products below which waking threads costs more
 constexpr int UNIT = 8;     // keys in registers at once; the order of sums does not depend on it
 constexpr int PLACES = 63;  // most nodes of a tree: the same as in tree_shape.py
 
 const float* floats(const Tensor& t) { return static_cast<const float*>(t.data_ptr()); }
 const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); }
 
-// Dot products of one vector with BLOCK others, `stride` apart.
-template <int BLOCK>
-void dots(const float* a, const float* b, int64_t stride, int64_t n, float* out) {
-  Vec acc[BLOCK];
-  UNROLL for (int j = 0; j < BLOCK; ++j) acc[j] = Vec{};
+// Where the values of keys are added up: one register of each of LANES keys.
+struct Dots {
+  Vec sums[LANES];
+};
+
+// Adds to sums[j] the products of a with row j of b, for the first `count` rows.
+template <bool all_rows>
+inline void add_products(const float* a, const float* b, int64_t stride, int count, int64_t n, Dots& dots) {
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
     const Vec av = load(a + i);
-    UNROLL for (int j = 0; j < BLOCK; ++j) acc[j] = fused(av, load(b + j * stride + i), acc[j]);
+    UNROLL for (int j = 0; j < LANES; ++j)
+      if (all_rows || j < count) dots.sums[j] = fused(av, load(b + j * stride + i), dots.sums[j]);
   }
-  UNROLL for (int j = 0; j < BLOCK; ++j) out[j] = lane_sum(acc[j]);
-  for (; i < n; ++i)
-    for (int j = 0; j < BLOCK; ++j) out[j] += a[i] * b[j * stride + i];
+  if (i == n) return;
+  const Vec av = load_tail(a + i, n - i, 0.0f);
+  for (int j = 0; j < count; ++j)
+    dots.sums[j] = fused(av, load_tail(b + j * stride + i, n - i, 0.0f), dots.sums[j]);
+}
+
+// Dot products of one vector with `count` others, `stride` apart; 0 in the other lanes.
+Vec dots_of(const float* a, const float* b, int64_t stride, int count, int64_t n) {
+  Dots dots{};
+  if (count == LANES)
+    add_products<true>(a, b, stride, count, n, dots);
+  else
+    add_products<false>(a, b, stride, count, n, dots);
+  return lane_sums(dots.sums);
 }
 
 // y += weighted sum of BLOCK vectors, `stride` apart, in order.
@@ -124,40 +140,54 @@ struct Query {
 };
 
 // Folds the visible ones of positions [first, first + count) into the query's softmax. `kv` is the
-// row of the first position: its key, and the value at its end.
-void fold(Query& query, const float* kv, int32_t first, int count, const Shape& shape) {
+// row of the first position: its key, and the value at its end. A key always has the same lane, and
+// lanes of keys that are not visible hold zeros, so the order of sums does not depend on the others.
+void fold(Query& query, const float* kv, int32_t first, int count, const Shape& shape, int lane = 0) {
   const int unseen = std::max(0, query.begin - first);
   count = std::min<int>(count, query.end - first) - unseen;
   if (count <= 0) return;
-  const int64_t stride = shape.stride, head_dim = shape.head_dim, value_dim = shape.value_dim;
+  lane += unseen;
+  const int64_t stride = shape.stride, value_dim = shape.value_dim;
   const float *keys = kv + unseen * stride, *values = keys + shape.value_at;
-  float score[KEYS], max = query.max;
-  int j = 0;
-  for (; j + UNIT <= count; j += UNIT)
-    dots<UNIT>(query.q, keys + j * stride, stride, head_dim, score + j);
-  for (; j < count; ++j) dots<1>(query.q, keys + j * stride, stride, head_dim, score + j);
-  for (j = 0; j < count; ++j) score[j] *= shape.scale;
-  if (shape.softcap != 0)
-    for (j = 0; j < count; ++j) score[j] = shape.softcap * std::tanh(score[j] / shape.softcap);
-  for (j = 0; j < count; ++j) max = std::max(max, score[j]);
+  constexpr float NONE = -std::numeric_limits<float>::infinity();
+  float weights[KEYS];
+  std::fill_n(weights, KEYS, NONE);
+  for (int j = 0; j < count; j += LANES) {
+    const int some = std::min(LANES, count - j);
+    Vec scores = dots_of(query.q, keys + j * stride, stride, some, shape.head_dim) * shape.scale;
+    if (shape.softcap != 0) scores = shape.softcap * tanh_of(scores / shape.softcap);
+    if (some == LANES)
+      store(weights + lane + j, scores);
+    else
+      store_tail(weights + lane + j, some, scores);
+  }
+  float max = query.max;
+  for (int j = lane; j < lane + count; ++j) max = std::max(max, weights[j]);
   if (max > query.max) {
     const float shrink = std::exp(query.max - max);
     query.sum *= shrink;
     scale(query.out, shrink, value_dim);
     query.max = max;
   }
-  for (j = 0; j < count; ++j) query.sum += score[j] = std::exp(score[j] - query.max);
-  for (j = 0; j + UNIT <= count; j += UNIT)
-    add_weighted<UNIT>(query.out, score + j, values + j * stride, stride, value_dim);
+  Vec total{};
+  UNROLL for (int j = 0; j < KEYS; j += LANES) {
+    const Vec powers = exp_of(load(weights + j) - query.max);
+    store(weights + j, powers);
+    total += powers;
+  }
+  query.sum += lane_sum(total);
+  int j = 0;
+  for (; j + UNIT <= count; j += UNIT)
+    add_weighted<UNIT>(query.out, weights + lane + j, values + j * stride, stride, value_dim);
   for (; j < count; ++j)
-    add_weighted<1>(query.out, score + j, values + j * stride, stride, value_dim);
+    add_weighted<1>(query.out, weights + lane + j, values + j * stride, stride, value_dim);
 }
 
 // Does the same for a block of which some keys are not seen: one run of visible keys after another.
 void fold_branch(Query& query, const float* kv, int32_t first, int count, const Shape& shape) {
   for (int begin = 0, end = 0; begin < count; begin = end + 1) {
     for (end = begin; end < count && query.sees(first + end);) ++end;
-    fold(query, kv + begin * shape.stride, first + begin, end - begin, shape);
+    fold(query, kv + begin * shape.stride, first + begin, end - begin, shape, begin);
   }
 }
 

@@ -352,8 +352,8 @@ def _kinds_of(format: WeightFormat) -> dict[str, torch.dtype]:
 def _pack_quads(codes: Tensor, format: WeightFormat) -> Tensor:
     """Pack codes [..., out_features, in_features] as linear_integer.cpp reads them."""
     *lead, rows, columns = codes.shape
-    padded = F.pad(codes, (0, -columns % chunk_of(format), 0, -rows % FEATURES))
-    quads = padded.view(*lead, -1, FEATURES, padded.shape[-1] // 4, 4).transpose(-3, -2)
-    if format.bits == 8:
-        return quads.flatten(-2).contiguous()
-    return (quads[..., ::2, :, :] | quads[..., 1::2, :, :] << 4).flatten(-2)
+    quads = -(-columns // chunk_of(format)) * chunk_of(format) // 4
+    shape = (*lead, -(-rows // FEATURES), quads * format.bits // 8, QUAD_BYTES)
+    packed = codes.new_empty(shape)
+    torch.ops.slotzero.pack_integer.default(codes.contiguous(), format.bits, packed)
+    return packed

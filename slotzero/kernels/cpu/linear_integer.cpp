@@ -93,6 +93,13 @@ inline int32_t four(const int8_t* x) {
   return bytes;
 }
 
+// Asks for the codes of a chunk further on. A processor does so by itself only within a page of memory,
+// and one or few rows take as long as reading the weight does.
+inline void prefetch(const uint8_t* codes, int64_t bytes) {
+  constexpr int64_t AHEAD = 2048, LINE = 64;
+  for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(codes + AHEAD + i);
+}
+
 // Adds to `sums` the products of one chunk.
 template <bool half, int M, int QUADS>
 inline void add_chunk(const uint8_t* codes, const int8_t* x, int64_t stride, Sums (*sums)[VECS]) {
@@ -126,6 +133,7 @@ void tile(const IntegerRows& x, int64_t row, const Block& block, const Target& t
       UNROLL for (int j = 0; j < VECS; ++j) sums[m][j] = all_lanes(begin);
     }
     const uint8_t* codes = block.codes + c * bytes;
+    prefetch(codes, bytes);
     if (x.chunk == 32)
       add_chunk<half, M, 8>(codes, codes_of_x + c * 32, x.size, sums);
     else
@@ -352,6 +360,31 @@ void integer_rows(Tensor ids, Tensor codes, Tensor scales, std::optional<Tensor>
   }
 }
 
+// Packs codes [.., N, K], one per byte, into out [.., ceil(N / 16), K / 4 or K / 8, 64].
+void pack_integer(Tensor codes, int64_t bits, Tensor out) {
+  const int64_t last = codes.dim() - 1, N = codes.size(last - 1), K = codes.size(last);
+  const int64_t blocks = out.size(last - 1), steps = out.size(last), quads = steps * 8 / bits;
+  STD_TORCH_CHECK(codes.is_contiguous() && out.is_contiguous() && out.dim() == last + 2 &&
+                      out.size(last + 1) == QUAD_BYTES && quads * 4 >= K && blocks * FEATURES >= N,
+                  "pack_integer: out does not fit the codes");
+  const int64_t weights = N && K ? codes.numel() / (N * K) : 0;
+  const auto* from = static_cast<const uint8_t*>(codes.data_ptr());
+  auto* to = static_cast<uint8_t*>(out.data_ptr());
+  slotzero::parallel_for(weights * blocks, true, [&](int64_t item) {
+    const int64_t first = item % blocks * FEATURES, size = quads * 4;
+    uint8_t* packed = to + item * steps * QUAD_BYTES;
+    std::vector<uint8_t> rows(FEATURES * size);  // padded with zeros
+    for (int64_t i = 0; i < std::min(FEATURES, N - first); ++i)
+      std::copy_n(from + (item / blocks * N + first + i) * K, K, rows.data() + i * size);
+    for (int64_t step = 0; step < steps; ++step)
+      for (int64_t i = 0; i < FEATURES; ++i, packed += 4) {
+        const uint8_t* quad = rows.data() + i * size + step * 32 / bits;
+        for (int j = 0; j < 4; ++j)
+          packed[j] = bits == 8 ? quad[j] : static_cast<uint8_t>(quad[j] | quad[4 + j] << 4);
+      }
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
@@ -361,6 +394,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def(
       "integer_grouped(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? bias, "
       "Tensor starts, int bits, int zero, int group, Tensor(a!) out) -> ()");
+  m.def("pack_integer(Tensor codes, int bits, Tensor(a!) out) -> ()");
   m.def(
       "integer_rows(Tensor ids, Tensor codes, Tensor scales, Tensor? offsets, int bits, int zero, "
       "int group, int num_rows, Tensor(a!) out) -> ()");
@@ -368,5 +402,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
 STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
   m.impl("integer", TORCH_BOX(&integer));
   m.impl("integer_grouped", TORCH_BOX(&integer_grouped));
+  m.impl("pack_integer", TORCH_BOX(&pack_integer));
   m.impl("integer_rows", TORCH_BOX(&integer_rows));
 }
