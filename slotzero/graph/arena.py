@@ -46,7 +46,7 @@ class Arena:
                 return tensor
             first = offset // tensor.itemsize + tensor.storage_offset()
             blank = torch.empty(0, dtype=tensor.dtype)
-            return blank.set_(storage, first, tensor.shape, tensor.stride())  # type: ignore[call-overload]
+            return blank.set_(storage, first, tensor.shape, tensor.stride())
 
         return [call.over(placed) for call in calls]
 

@@ -76,7 +76,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def storage_key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _refuse_dynamic(func: Any, args: tuple[Any, ...]) -> None:

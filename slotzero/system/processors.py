@@ -32,8 +32,8 @@ def _quotas() -> Iterator[float]:
             if number == "0":
                 words = _words(_GROUPS / group / "cpu.max")
             elif "cpu" in kinds.split(","):
-                folder = _GROUPS / "cpu" / group
-                words = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
+                names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+                words = [word for name in names for word in _words(_GROUPS / "cpu" / group / name)]
             else:
                 continue
             if len(words) == 2 and all(word.isdigit() for word in words):  # not "max" or -1

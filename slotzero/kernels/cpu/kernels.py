@@ -5,8 +5,6 @@ every batch. The operations left to torch (copies, sums and products of two valu
 everywhere.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -52,7 +50,6 @@ class CpuKernels(TorchKernels):
 
     def __init__(self) -> None:
         build.load()
-        _register_shapes()
 
     def packed_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         return (-(-out_features // FEATURES), in_features, FEATURES)
@@ -294,18 +291,6 @@ class CpuKernels(TorchKernels):
         torch.ops.slotzero.sample.default(logits, slots, positions, *tables, *out)
 
 
-@functools.cache
-def _register_shapes() -> None:
-    """Register fake ops. Every op writes into given tensors, so there is no shape to infer."""
-    for name in (
-        "linear", "grouped", "quantized", "quantized_grouped", "round_float8", "per_head",
-        "integer", "integer_grouped", "integer_rows",
-        "rms_norm", "add_norm", "gate", "softmax", "softcap", "rotate",
-        "rope_angles", "store_kv", "attend", "select_keys", "convolve", "scan", "sample",
-    ):  # fmt: skip
-        torch.library.register_fake(f"slotzero::{name}", lambda *_: None)
-
-
 def _quantized_into(x: Tensor, weight: QuantizedWeight, out: Tensor) -> None:
     """Write the product of x, already rounded, to `out`."""
     format = weight.format
@@ -340,7 +325,7 @@ def chunk_of(format: WeightFormat) -> int:
 
 
 def _kinds_of(format: WeightFormat) -> dict[str, torch.dtype]:
-    """Return the dtypes of scales and offsets in an integer product: those that hold them exactly."""
+    """Return the dtypes of scales and offsets in an integer product, which hold them exactly."""
     is_half = format.scale_dtype is torch.float16
     kinds = is_half, is_half and format.has_half_offsets
     return {
