@@ -112,7 +112,7 @@ def test_converted_weights_compute_as_the_numbers_they_stand_for(
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("model", ["tiny:llama", "tiny:gpt-oss", "tiny:deepseek-v3"])
+@pytest.mark.parametrize("model", ["tiny:llama", "tiny:gpt-oss"])
 @pytest.mark.parametrize("quantization", ["int4", "int8"])
 def test_activations_in_8_bits_change_results_a_little(
     model: str, quantization: str, monkeypatch: pytest.MonkeyPatch
@@ -273,8 +273,12 @@ def test_parts_of_a_fused_tensor_stay_packed(
 def test_ranks_share_out_codes_and_scales(
     family: str, more: dict[str, Any], oracles: Any, tmp_path: Path
 ) -> None:
-    """Groups that a rank's part of the input features does not divide are cut into smaller ones."""
-    folder = write(tmp_path / "model", oracles(family), compressed(4, 32), packed_ints(4, 32))
+    """Groups that a rank's part of the input features does not divide are cut into smaller ones.
+
+    With groups of 24, products are computed in float32: in integers, the parts of two ranks would
+    round their activations in other chunks.
+    """
+    folder = write(tmp_path / "model", oracles(family), compressed(4, 24), packed_ints(4, 24))
     assert tokens_of_ranks(str(folder), **more) == answers(folder)[0]
 
 
