@@ -3,8 +3,8 @@
     python llama_cpp_engine.py MODEL.gguf NUM_THREADS EXTRA_BUFFERS
 
 Each line of standard input is a prompt and a number of new tokens as JSON; the answer is a line
-with the number of tokens generated. EXTRA_BUFFERS is 0 or 1: whether llama.cpp may repack weights (for
-AMX among others).
+with the number of tokens generated. EXTRA_BUFFERS is 0 or 1: whether llama.cpp may repack weights,
+for AMX among others.
 """
 
 import json
