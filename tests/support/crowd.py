@@ -14,11 +14,11 @@ from served import PATIENCE, Server
 NUM_CLIENTS = 24
 NUM_SLOTS = 2  # of each engine, so that most clients wait
 NUM_STEADY = 4  # clients that continue while an engine restarts: more would slow it down
-PAUSE = 1.0  # seconds between a client's requests
+PAUSE = 0.2  # seconds between a client's requests
 LETTERS = {str(ord(letter)): 100 for letter in "abcdefghijklmnopqrstuvwxyz"}  # one token, one byte
 BODY: dict[str, Any] = {
     "model": "tiny:llama",
-    "max_tokens": 16,
+    "max_tokens": 24,
     "temperature": 0,
     "stream": True,
     "ignore_eos": True,
