@@ -8,6 +8,7 @@ place, so two processes may build at once.
 import errno
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -22,6 +23,8 @@ import torch
 from slotzero.errors import CapacityError, ConfigError
 from slotzero.system.cache_dir import cache_dir, unwritable, writing
 from slotzero.system.processors import num_processors
+
+_log = logging.getLogger("slotzero")
 
 _FLAGS = (
     "-O2",  # loops are vectorised by hand, and -O3 compiles half as fast
@@ -67,6 +70,7 @@ def load() -> None:
     """Build (once per machine) and load the kernels; raise CapacityError without a compiler."""
     library = _library_path()
     if not library.exists():
+        _log.info("building the CPU kernels, once for this machine: about 10 seconds")
         _build(library)
     torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     torch.ops.slotzero.set_num_threads(num_processors())
