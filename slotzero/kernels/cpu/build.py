@@ -135,7 +135,7 @@ def _precompiled(scratch: Path, compile_: tuple[str, ...]) -> Path:
     """Compile the headers that all sources need, once; return the header to include first."""
     headers = scratch / "headers.h"
     headers.write_text("".join(f"#include <{name}>\n" for name in _COMMON_HEADERS))
-    _run(scratch, (*compile_, "-x", "c++-header", str(headers), "-o", f"{headers}.gch"))
+    _run(scratch, (*compile_, "-x", "c++-header", "-c", str(headers), "-o", f"{headers}.gch"))
     return headers
 
 
