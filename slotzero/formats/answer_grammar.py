@@ -65,8 +65,11 @@ def _answer(lark: LarkRules, form: AnswerFormat, rules: AnswerRules) -> str:
     sections = SectionRules(lark, form.calls, tools, form.is_single)
     if rules.is_forced:
         return sections.whole()
+    opening = "" if form.reasoning is None else form.reasoning.answer_opening
     if structure:
         return lark.rule(f"{sections.whole()} | {structure}")
+    if opening:
+        return lark.rule(f"{sections.whole()} | {lark.marker(opening)} {ANY_TEXT}")
     return sections.within_text()
 
 

@@ -86,12 +86,11 @@ def _tagged_value(
         emit('"')
     value = ""
     while (at := source.text.find(closing)) < 0:
-        held = len(line_end) + max(overlap(source.text, closing), 0)
+        held = len(line_end) + overlap(source.text, closing)
         part = source.take(max(0, len(source.text) - held)) if is_string else ""
         emit(json.dumps(part, ensure_ascii=False)[1:-1])
         if not (yield from source.more()):
-            if is_string:
-                emit(json.dumps(source.take(len(source.text)), ensure_ascii=False)[1:-1])
+            source.take(len(source.text))  # the beginning of its end, or a value that is cut off
             return False
     value = source.take(at).removesuffix(line_end) if line_end else source.take(at)
     source.take(len(closing))
@@ -142,13 +141,15 @@ class LiteralReader:
         if quote is not None:
             if not (yield from self._string(quote)):
                 return False
+            name = ""
         else:
             name = (yield from self._source.word(_KEY, MAX_NAME_LEN)).strip()
             if not name:
                 return False
-            self._emit(json.dumps(name, ensure_ascii=False))
-        self._emit(": ")
-        return (yield from self._source.skip(separator))
+        if not (yield from self._source.skip(separator)):
+            return False
+        self._emit(f"{json.dumps(name, ensure_ascii=False) if name else ''}: ")
+        return True
 
     def _value(self, depth: int) -> Reading[bool]:
         if depth > _MAX_DEPTH:
@@ -185,7 +186,7 @@ class LiteralReader:
         while True:
             at = source.text.find(quote.mark)
             escape = source.text.find("\\") if quote.has_escapes else -1
-            if 0 <= escape and (at < 0 or escape < at):
+            if escape >= 0 and (at < 0 or escape < at):
                 self._plain(source.take(escape))
                 if not (yield from self._escape()):
                     return False
@@ -198,7 +199,7 @@ class LiteralReader:
                 held = overlap(source.text, quote.mark)
                 self._plain(source.take(len(source.text) - held))
                 if not (yield from source.more()):
-                    self._plain(source.take(len(source.text)))
+                    source.take(held)  # the beginning of its end
                     return False
 
     def _plain(self, text: str) -> None:
@@ -229,4 +230,3 @@ class LiteralReader:
 
 def _other_escape(kind: str) -> str:
     return kind if kind in "\\'\"/" else f"\\{kind}"
-

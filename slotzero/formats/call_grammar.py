@@ -103,7 +103,7 @@ class CallRules:
             return f"{lark.rule(json_rule(_alone(value)))} {closing}"
         choices = _choices(value)
         if choices is not None:
-            texts = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
+            texts = [one if isinstance(one, str) else json.dumps(one) for one in choices]
             return f"({' | '.join(map(literal, texts))}) {closing}"
         return lark.until(tags.closing, _string_pattern(value))
 
@@ -129,7 +129,7 @@ class CallRules:
         """Return the rule of these pairs in order, with commas between those that are there."""
         lark = self._lark
         first = later = '""'  # of the pairs from here on: none was written before, or one was
-        for name, value in reversed(properties.items()):
+        for name, value in reversed(list(properties.items())):
             head = literal(f"{name}{literals.separator}")
             pair = lark.rule(f"{head} {self._literal(literals, value)}")
             is_optional = name not in required
@@ -200,4 +200,3 @@ def _string_pattern(value: _Value) -> str:
     if isinstance(least, int) or isinstance(most, int):
         return rf"/(.|\n){{{least or 0},{'' if most is None else most}}}/"
     return ANY_TEXT
-

@@ -171,8 +171,8 @@ class CallParser:
         if not (yield from source.skip(syntax.opening.rstrip())):
             return False
         name = _plain_name((yield from source.word(_NAME, _MAX_NAME_LEN)), syntax)
-        if not name or (is_bare and name not in self._tools):
-            return False
+        if not name or not source.text or (is_bare and name not in self._tools):
+            return False  # at the end of the text, a name may be cut off
         if syntax.id_marker and (yield from source.begins(syntax.id_marker)):
             yield from source.skip(syntax.id_marker)
             yield from source.word(_ID, _MAX_NAME_LEN)

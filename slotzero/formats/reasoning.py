@@ -76,8 +76,8 @@ HARMONY = ReasoningFormat(  # channels.py parses it
 )
 _IN_ORDER = (HARMONY, GEMMA4, MISTRAL, SEED_OSS, THINK, DEEPSEEK_R1)
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {form.name: form for form in _IN_ORDER}
-REASONING_NAMES: Mapping[str, ReasoningFormat] = REASONING_FORMATS | {
-    alias: form for form in _IN_ORDER for alias in form.aliases
+REASONING_NAMES: Mapping[str, ReasoningFormat] = {
+    name: form for form in _IN_ORDER for name in (form.name, *form.aliases)
 }
 """Formats by all names that --reasoning-parser accepts."""
 

@@ -289,8 +289,8 @@ _IN_ORDER = (
     LLAMA,
 )
 TOOL_FORMATS: Mapping[str, ToolFormat] = {form.name: form for form in _IN_ORDER}
-TOOL_FORMAT_NAMES: Mapping[str, ToolFormat] = TOOL_FORMATS | {
-    alias: form for form in _IN_ORDER for alias in form.aliases
+TOOL_FORMAT_NAMES: Mapping[str, ToolFormat] = {
+    name: form for form in _IN_ORDER for name in (form.name, *form.aliases)
 }
 """Formats by all names that --tool-call-parser accepts."""
 

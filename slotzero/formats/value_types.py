@@ -1,4 +1,4 @@
-"""The JSON types that a tool's schema allows for its parameters, where a format does not write them.
+"""The JSON types that a tool's schema allows for parameters that a format writes without types.
 
 This module knows schemas, not formats. A schema that says nothing of types allows all.
 

@@ -1,7 +1,7 @@
 """The HTTP application: routes and error replies.
 
 It starts the engines when it starts, and stops them when it ends. The rule: every error reply has
-OpenAI's shape, and names the wrong field if there is one.
+the shape of the API of its path, and names the wrong field if there is one.
 """
 
 import sys
@@ -18,7 +18,7 @@ from slotzero import __version__
 from slotzero.errors import SlotzeroError
 from slotzero.server.app_state import AppState
 from slotzero.server.connections import Connections, Tracked
-from slotzero.server.gate import GateMiddleware, json_bytes, log
+from slotzero.server.gate import GateMiddleware, log
 from slotzero.server.generation import Client
 from slotzero.server.metrics import Metrics
 from slotzero.server.routes_engine import engine_routes
@@ -29,10 +29,10 @@ from slotzero.server.status import (
     HTTP,
     INVALID,
     HttpStatus,
-    error_body,
-    error_reply,
+    error_parts,
     retry_after,
 )
+from slotzero.server.stream_format import json_bytes, shape_of
 from slotzero.text.tokenizer import Tokenizer
 
 
@@ -87,29 +87,36 @@ def make_app(
 
 
 def _tell_errors(app: FastAPI, state: AppState) -> None:
-    def refuse(status: HttpStatus, body: Any, headers: dict[str, str] | None = None) -> Response:
+    def refuse(
+        request: Request,
+        status: HttpStatus,
+        message: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Response:
         state.metrics.refused(status.code)
+        body = shape_of(request.url.path).error(status, message, param)
         return Response(json_bytes(body), status.code, headers, "application/json")
 
     @app.exception_handler(SlotzeroError)
     async def on_error(request: Request, error: Exception) -> Response:
-        status, body = error_reply(error)
+        status, message, param = error_parts(error)
         if status is BUG:
             log.error("request %s failed", request.state.request_id, exc_info=error)
-        return refuse(status, body, retry_after(error))
+        return refuse(request, status, message, param, retry_after(error))
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         param, message = field_and_message(error.errors(), error.body)
-        return refuse(HTTP[400], error_body(HTTP[400], message, param))
+        return refuse(request, HTTP[400], message, param)
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         status = HTTP.get(error.status_code, HttpStatus(error.status_code, INVALID))
-        headers = dict(error.headers or {})
-        return refuse(status, error_body(status, http_message(request, error)), headers)
+        message = http_message(request, error)
+        return refuse(request, status, message, headers=dict(error.headers or {}))
 
 
 def http_message(request: Request, error: HTTPException) -> str:

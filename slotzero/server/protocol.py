@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slotzero.errors import RequestError
 from slotzero.sampling.params import MAX_LOGIT_BIAS
-from slotzero.server.conversation import Message, NamedTool, RequestModel, Tool
+from slotzero.server.chat_messages import Message, NamedTool, RequestModel, Tool
 from slotzero.text.chat_template import NOT_BOTH
 
 MAX_ANSWERS = 128
@@ -21,18 +21,20 @@ MAX_MESSAGES = 2048  # this and the next are OpenAI's
 MAX_TOOLS = 128
 MAX_STOPS = 16
 MAX_STOP_LEN = 256
+MAX_BAD_WORDS = 64
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
+    "cache_salt": (),
     "function_call": (),
     "functions": (),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "priority": (0,),
     "prompt_cache_retention": ("in_memory",),
-    "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -43,10 +45,12 @@ _INSTEAD = {
     "functions": "send tools",
     "function_call": "send tool_choice",
     "best_of": "send n, and choose from the answers",
+    "cache_salt": "prefixes are found by their tokens alone",
 }
 
 
 # fail_fast: a long list of another type would give an error for every item
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 
@@ -63,13 +67,14 @@ class ResponseFormat(RequestModel):
     json_schema: JsonSchema | None = None
 
 
-class Structure(RequestModel):
+class StructureFields(RequestModel):
     """Constraint on the answer: exactly one of these."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class StreamOptions(RequestModel):
@@ -112,7 +117,7 @@ def _token_ids(bias: dict[str, float]) -> dict[str, float]:
 class GenerationFields(RequestModel):
     """Fields that chat completions and completions have in common."""
 
-    model: str
+    model: str | None = None  # the server has one model
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
@@ -138,11 +143,19 @@ class GenerationFields(RequestModel):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    structured_outputs: Structure | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    return_token_ids: bool | None = None
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")] | None = None
+    structured_outputs: StructureFields | None = None
     # its older names
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    # NEUTRAL
+    cache_salt: Any = None
+    priority: Any = None
 
     @model_validator(mode="after")
     def _refuse(self) -> Self:
@@ -165,6 +178,7 @@ class ChatRequest(GenerationFields):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
     # no effect on the answer
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -173,6 +187,9 @@ class ChatRequest(GenerationFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    include_reasoning: bool = True
     # NEUTRAL
     audio: Any = None
     function_call: Any = None
@@ -182,7 +199,6 @@ class ChatRequest(GenerationFields):
     prediction: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
     service_tier: Any = None
     store: Any = None
     verbosity: Any = None
@@ -227,6 +243,9 @@ class TokenizeRequest(RequestModel):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -12,9 +12,10 @@ from starlette.responses import FileResponse, PlainTextResponse
 
 from slotzero import __version__
 from slotzero.errors import RequestError
+from slotzero.server.answer_plan import rendered
 from slotzero.server.app_state import AppState
+from slotzero.server.chat_conversation import shown_conversation
 from slotzero.server.events import EventStream, event
-from slotzero.server.gate import json_bytes
 from slotzero.server.generation import Replica
 from slotzero.server.messages import Stats
 from slotzero.server.metrics import certified
@@ -27,8 +28,8 @@ from slotzero.server.replies import (
     TokenizerInfo,
     Version,
 )
-from slotzero.server.routes_openai import responses, told
-from slotzero.server.tools import template_messages
+from slotzero.server.stream_format import json_bytes
+from slotzero.server.streaming import responses, told
 from slotzero.text.tokenizer import SPECIAL_KINDS
 
 PAGE = Path(__file__).parent / "page" / "index.html"
@@ -73,9 +74,10 @@ def engine_routes(state: AppState) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Response:
         state.check_model(body.model)
         tokens = await asyncio.to_thread(_tokens, state, body)
-        return told(
-            TokenizeReply(count=len(tokens), max_model_len=state.max_model_len, tokens=tokens)
-        )
+        made = TokenizeReply(count=len(tokens), max_model_len=state.max_model_len, tokens=tokens)
+        if body.return_token_strs:
+            made.token_strs = state.tokenizer.token_texts(tokens)
+        return told(made)
 
     @router.post("/detokenize", responses=responses(Prompt), response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -112,11 +114,7 @@ def _tokens(state: AppState, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         state.check_text(body.prompt, "prompt")
         return state.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-    text = state.tokenizer.apply_chat_template(
-        template_messages(body.messages or []),
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-    )
+    text = rendered(state, shown_conversation(body))
     state.check_text(text, "messages")
     return state.tokenizer.encode(text, add_special_tokens=False)
 

@@ -137,13 +137,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
         tokenize: bool = False,
         **kwargs: Any,
     ) -> str:
         """Return the conversation as text; other keyword arguments are passed to the template.
 
         With `continue_final_message` the text ends where the last message ends, so that the model
-        continues this message instead of beginning a new one.
+        continues this message instead of beginning a new one. `template` replaces the model's.
         """
         if tokenize:
             raise RequestError(
@@ -152,7 +153,7 @@ class Tokenizer:
             )
         if continue_final_message and add_generation_prompt:
             raise RequestError(f"continue_final_message: {NOT_BOTH}")
-        template = self.tool_template if tools else self.chat_template
+        template = template or (self.tool_template if tools else self.chat_template)
         if template is None:
             raise RequestError(
                 "this model has no chat template: send a plain prompt, or pass a template with "
@@ -193,6 +194,10 @@ class Tokenizer:
             if text != other_text:
                 return index, text, other_text
         return None
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary writes it; empty if it has none."""
+        return [self._backend.id_to_token(index) or "" for index in ids]
 
     def special_pieces(self, text: str) -> list[str | int]:
         """Split text into the ids of special tokens and the plain text between them."""

@@ -17,8 +17,6 @@ from fake_engine import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from slotzero.server.settings import TOOL_CALL_PARSERS
 from slotzero.server.tool_calls import (
     FORCED,
     HERMES,
@@ -29,6 +27,8 @@ from slotzero.server.tool_calls import (
     CallParser,
     Said,
 )
+
+from slotzero.server.settings import TOOL_CALL_PARSERS
 from slotzero.server.tools import FORMATS, choose_format
 from slotzero.text.tokenizer import Tokenizer
 
