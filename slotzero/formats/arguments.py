@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable
 
-from slotzero.formats.text_input import Reading, TextInput, overlap
+from slotzero.formats.text_input import Reading, TextInput, overlap, words_of
 from slotzero.formats.tool_format import LiteralArguments, Quote, TagArguments
 from slotzero.formats.value_types import CONSTANTS, ParameterTypes, json_of
 
@@ -61,10 +61,11 @@ def read_tags(
             return True
         if not (yield from source.skip(syntax.opening)):
             return False
-        name = yield from source.until(syntax.middle.split()[0], MAX_NAME_LEN)
+        name_end, *others = words_of(syntax.middle)
+        name = yield from source.until(name_end, MAX_NAME_LEN)
         if name is None:
             return False
-        for word in syntax.middle.split()[1:]:
+        for word in others:
             if not (yield from source.skip(word)):
                 return False
         emit(("" if is_first else ", ") + json.dumps(name.strip(), ensure_ascii=False) + ": ")

@@ -156,7 +156,7 @@ class CallParser:
             source.take(len(source.text) - len(rest))
             if call.is_call:
                 if not is_reported:
-                    log.call(call.name or "")
+                    log.call(call.name or "", id_len=self._form.id_len)
                     is_reported = True
                 log.argue(call.arguments[num_argued:])
                 num_argued = len(call.arguments)
@@ -170,24 +170,26 @@ class CallParser:
         yield from source.space()
         if not (yield from source.skip(syntax.opening.rstrip())):
             return False
-        name = _plain_name((yield from source.word(_NAME, _MAX_NAME_LEN)), syntax)
+        written = yield from source.word(_NAME, _MAX_NAME_LEN)
+        name = _plain_name(written, syntax)
+        call_id = written if syntax.name_suffix and written != name else ""
         if not name or not source.text or (is_bare and name not in self._tools):
             return False  # at the end of the text, a name may be cut off
         if syntax.id_marker and (yield from source.begins(syntax.id_marker)):
             yield from source.skip(syntax.id_marker)
-            yield from source.word(_ID, _MAX_NAME_LEN)
+            call_id = yield from source.word(_ID, _MAX_NAME_LEN)
         if not (yield from source.skip(syntax.after_name.rstrip())):
             return False
         arguments = syntax.arguments
         if isinstance(arguments, TagArguments):
-            log.call(name)
+            log.call(name, call_id, self._form.id_len)
             types = ParameterTypes(self._tools.get(name))
             return (yield from read_tags(source, arguments, syntax.closing, types, log.argue))
         yield from source.space()
         opening = "{" if isinstance(arguments, JsonArguments) else arguments.opening
         if not (yield from source.begins(opening)):
             return False
-        log.call(name)
+        log.call(name, call_id, self._form.id_len)
         if isinstance(arguments, JsonArguments):
             is_whole = yield from read_json(source, log.argue)
         else:

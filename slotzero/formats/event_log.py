@@ -63,11 +63,13 @@ class EventLog:
         self._thought_space = "\n\n" if self._has_thought else ""
         self._drops_space = True
 
-    def call(self, name: str) -> None:
+    def call(self, name: str, call_id: str = "", id_len: int = 0) -> None:
+        """Begin a call. `call_id`: the model's own id, if it has written one."""
         self._space = ""
         self._drops_space = True
         self._arguments = []
-        self._events.append(Called(self.num_calls, f"call_{uuid.uuid4().hex[:24]}", name))
+        made = uuid.uuid4().hex[:id_len] if id_len else f"call_{uuid.uuid4().hex[:24]}"
+        self._events.append(Called(self.num_calls, call_id or made, name))
         self.num_calls += 1
 
     def argue(self, text: str) -> None:

@@ -96,6 +96,8 @@ class Start(Enum):
 
 def start_of(form: ReasoningFormat, prompt: str) -> Start:
     """Return where the answer to this rendered prompt begins."""
+    if form.answer_opening:
+        return Start.BEFORE  # every message names its channel
     end = prompt[-200:].rstrip(SPACE)
     if end.endswith(form.opening.strip()):
         return Start.WITHIN

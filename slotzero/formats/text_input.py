@@ -9,6 +9,7 @@ depends on the text alone, not on how it was split.
 
 import re
 from collections.abc import Generator
+from functools import cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -16,6 +17,7 @@ Reading = Generator[None, None, T]
 """A parser, or a part of one: it yields when it needs more text, and returns its result."""
 
 SPACE = " \t\r\n"
+_BETWEEN_TAGS = re.compile("(?<=>)(?=<)")
 
 
 class TextInput:
@@ -64,7 +66,7 @@ class TextInput:
     def skip(self, marker: str) -> Reading[bool]:
         """Read a marker with any white space around it and within it; return False if another text
         follows, of which only white space is read then."""
-        words = marker.split()
+        words = words_of(marker)
         for i, word in enumerate(words):
             yield from self.space()
             if not (yield from self.begins(word)):
@@ -99,6 +101,12 @@ class TextInput:
         found = self.take(at)
         self.take(len(marker))
         return found
+
+
+@cache
+def words_of(marker: str) -> tuple[str, ...]:
+    """Return the parts of a marker between which a model may write white space."""
+    return tuple(_BETWEEN_TAGS.sub(" ", marker).split())
 
 
 def overlap(text: str, marker: str) -> int:

@@ -92,6 +92,9 @@ class ToolFormat:
     """Whether calls may begin the answer, or follow other calls, without `opening`. Such a call
     must name a function of the request, or it is text."""
 
+    id_len: int = 0
+    """Length of the ids of calls, if the template accepts no other."""
+
     @property
     def start(self) -> str:
         """The marker by which a call is found in text."""

@@ -128,7 +128,7 @@ KIMI_K2 = ToolFormat(
         closing="<|tool_call_end|>",
         arguments=JsonArguments(),
         name_prefix="functions.",
-        name_suffix=":{index}",
+        name_suffix=":{index}",  # both are the call's id, which the template writes again
     ),
     opening="<|tool_calls_section_begin|>",
     closing="<|tool_calls_section_end|>",
@@ -137,6 +137,7 @@ MISTRAL = ToolFormat(
     name="mistral",
     aliases=(),
     signs=("[ARGS]",),
+    id_len=9,
     call=NamedCall(
         opening="[TOOL_CALLS]",
         after_name="[ARGS]",
@@ -149,6 +150,7 @@ MISTRAL_LIST = ToolFormat(
     name="mistral_list",
     aliases=(),
     signs=("[TOOL_CALLS]",),
+    id_len=9,
     call=ObjectCall(),
     opening="[TOOL_CALLS]",
     separator=", ",
@@ -247,7 +249,7 @@ FUNCTION_GEMMA = ToolFormat(
 LLAMA = ToolFormat(
     name="llama",
     aliases=("llama3_json", "llama4_json"),
-    signs=("<|python_tag|>", '"parameters"'),
+    signs=("<|python_tag|>", '"parameters": dictionary'),
     call=ObjectCall("parameters"),
     opening="<|python_tag|>",
     separator="; ",
@@ -295,6 +297,12 @@ TOOL_FORMAT_NAMES: Mapping[str, ToolFormat] = {
 """Formats by all names that --tool-call-parser accepts."""
 
 
+_FOREIGN_SIGNS = ("<function=", "<tool_calls>[", "]<]minimax[>[")
+"""Signs of formats that are none of these, in templates that have the sign of one too."""
+
+
 def tool_format_of(template: str) -> ToolFormat | None:
     """Return the format that this template writes, or None if it is none of these."""
-    return next((form for form in _IN_ORDER if any(s in template for s in form.signs)), None)
+    form = next((form for form in _IN_ORDER if any(s in template for s in form.signs)), None)
+    is_foreign = any(sign in template for sign in _FOREIGN_SIGNS)
+    return None if form in (HERMES, LLAMA) and is_foreign else form

@@ -5,6 +5,7 @@ This module knows schemas, not formats. A schema that says nothing of types allo
 The rule: text is read as another value than a string only if the schema allows that value's type.
 """
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ CONSTANTS: Mapping[str, str] = {
 }  # fmt: skip
 """JSON's constants, by their names in JSON and in Python."""
 _MAX_DEPTH = 16  # of references
+_MAX_PYTHON_LEN = 1 << 16
 
 
 class ParameterTypes:
@@ -92,11 +94,21 @@ def json_of(text: str, types: frozenset[str]) -> str:
     try:
         value = strict_json(word)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        return _python_json(word, types) or json.dumps(text, ensure_ascii=False)
     kinds = {type_of(value)}
     if kinds == {"integer"} or (isinstance(value, float) and value.is_integer()):
         kinds |= {"integer", "number"}
     return word if kinds & types else json.dumps(text, ensure_ascii=False)
+
+
+def _python_json(word: str, types: frozenset[str]) -> str | None:
+    """Return a list or an object that a model has written as Python writes it."""
+    if "string" in types or word[:1] not in ("[", "{") or len(word) > _MAX_PYTHON_LEN:
+        return None
+    try:
+        return json.dumps(ast.literal_eval(word), ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
 
 
 def strict_json(text: str) -> Any:
