@@ -8,10 +8,12 @@ call that is cut off keeps the engine's reason, "length" or "stop".
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from slotzero.formats.answer_parser import AnswerFormat, AnswerParser
 from slotzero.formats.events import Argued, Called, Event, Said, Thought
 from slotzero.server.answers import AnswerBuilder, TextDelta, TokenRow
+from slotzero.server.tools import template_call, with_reasoning
 
 
 @dataclass
@@ -53,6 +55,16 @@ class Answer:
 
     def num_reasoning_tokens(self, builder: AnswerBuilder) -> int:
         return builder.num_tokens_within(self._parser.thought_spans) if self._parser else 0
+
+    def message(self) -> dict[str, Any]:
+        """Return the answer as chat templates expect it. A broken call is left out."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.calls and not self.is_broken:
+            made["tool_calls"] = [
+                template_call("arguments", call.id, call.name, call.arguments)
+                for call in self.calls
+            ]
+        return with_reasoning(made, self.reasoning)
 
     def _add(self, event: Event) -> None:
         match event:

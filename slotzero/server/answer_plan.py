@@ -20,7 +20,7 @@ from slotzero.formats.reasoning import Start, start_of
 from slotzero.formats.tool_prompt import with_tool_prompt
 from slotzero.server.answers import GenerationRequest
 from slotzero.server.app_state import AppState
-from slotzero.server.conversation import Conversation, ToolSpec
+from slotzero.server.conversation import ANY, Conversation, ToolSpec
 from slotzero.server.generation_requests import about, generation_requests, without_words
 
 _SWITCHES = ("enable_thinking", "thinking")
@@ -93,9 +93,10 @@ def _variables(state: AppState, conversation: Conversation) -> dict[str, Any]:
 def _switches(state: AppState, effort: str, conversation: Conversation) -> dict[str, Any]:
     template = conversation.template.template or state.tokenizer.chat_template or ""
     made: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in template}
-    if "reasoning_effort" in template and effort != "none":
+    if "reasoning_effort" in template and effort not in ("none", ANY):
         made["reasoning_effort"] = effort
-    if not made and (state.reasoning is not None or effort != "none"):
+    is_so_anyway = effort == (ANY if state.reasoning is not None else "none")
+    if not made and not is_so_anyway:
         field = conversation.name_of("effort")
         what = "does not reason" if state.reasoning is None else "cannot switch its reasoning"
         raise RequestError(

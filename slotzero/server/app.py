@@ -21,8 +21,10 @@ from slotzero.server.connections import Connections, Tracked
 from slotzero.server.gate import GateMiddleware, log
 from slotzero.server.generation import Client
 from slotzero.server.metrics import Metrics
+from slotzero.server.routes_anthropic import anthropic_routes
 from slotzero.server.routes_engine import engine_routes
 from slotzero.server.routes_openai import openai_routes
+from slotzero.server.routes_responses import responses_routes
 from slotzero.server.settings import ServerSettings
 from slotzero.server.status import (
     BUG,
@@ -59,12 +61,15 @@ def make_app(
         finally:
             await client.drain(settings.grace)
             await client.stop()
+            state.responses.close()
 
     app = FastAPI(
         title="Slotzero", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.slotzero = state
     app.include_router(openai_routes(state))
+    app.include_router(responses_routes(state))
+    app.include_router(anthropic_routes(state))
     app.include_router(engine_routes(state))
     _tell_errors(app, state)
     app.add_middleware(
@@ -78,8 +83,8 @@ def make_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.allowed_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(Tracked)

@@ -13,6 +13,7 @@ from slotzero.errors import ContextError, UnknownModelError
 from slotzero.server.answers import GenerationRequest
 from slotzero.server.generation import Client, Generation
 from slotzero.server.metrics import Metrics
+from slotzero.server.response_store import response_store
 from slotzero.server.settings import ServerSettings
 from slotzero.server.tool_support import reasoning_of, tool_support
 from slotzero.text.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class AppState:
             len(tokenizer.decode([token], skip_special_tokens=False))
             for token in range(tokenizer.vocab_size)
         )
+        self.responses = response_store(settings.response_store, settings.max_stored_responses)
         self.is_closing = False
         """Set when the server shuts down, to end streams that would never end by themselves."""
 

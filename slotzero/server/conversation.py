@@ -36,6 +36,10 @@ class ToolUse:
     is_parallel: bool = True
 
 
+ANY = "any"
+"""An effort that leaves it to the template how much to reason."""
+
+
 @dataclass(frozen=True)
 class TemplateOptions:
     """What a request tells the chat template, besides messages and tools."""

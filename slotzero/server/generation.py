@@ -111,6 +111,13 @@ class Generation:
         if task is not None:
             task.cancel()
 
+    def cancel(self) -> None:
+        """End all answers early; the reader gets what there is, with the reason "cancelled"."""
+        for index, task in self._tasks.items():
+            task.cancel()
+            num_tokens = self.answers[index].num_tokens
+            self._mail.put_nowait(TextDelta(index, "", [], "cancelled", num_tokens))
+
     async def close(self) -> None:
         tasks, self._tasks = list(self._tasks.values()), {}
         for task in tasks:

@@ -159,12 +159,8 @@ class GenerationFields(RequestModel):
 
     @model_validator(mode="after")
     def _refuse(self) -> Self:
-        for name, allowed in NEUTRAL.items():
-            value = getattr(self, name, None)
-            if name == "best_of":
-                allowed = (*allowed, self.n)  # all n answers are returned
-            if value is not None and not _is_one_of(value, allowed):
-                raise RequestError(_refusal(name, allowed), name)
+        all_answers = (*NEUTRAL["best_of"], self.n)  # all n answers are returned
+        refuse_values(self, {**NEUTRAL, "best_of": all_answers})
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: allowed only with stream=true", "stream_options")
         return self
@@ -258,6 +254,14 @@ class TokenizeRequest(RequestModel):
 class DetokenizeRequest(RequestModel):
     model: str | None = None
     tokens: Tokens
+
+
+def refuse_values(body: RequestModel, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse every field of `neutral` that has another value than those that change nothing."""
+    for name, allowed in neutral.items():
+        value = getattr(body, name, None)
+        if value is not None and not _is_one_of(value, allowed):
+            raise RequestError(_refusal(name, allowed), name)
 
 
 def _check_ending(body: ChatRequest | TokenizeRequest) -> None:

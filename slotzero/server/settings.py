@@ -68,6 +68,11 @@ class ServerSettings:
     the text."""
     trust_request_chat_template: bool = False
     """Accept the field chat_template of requests: templates are programs, run in a sandbox."""
+    response_store: str | None = None
+    """SQLite file that keeps the responses of /v1/responses (default: in memory)."""
+    max_stored_responses: int = 1000
+    """Most responses of /v1/responses that are kept, so that later ones can continue them; the
+    oldest are dropped. 0 stores none."""
     log_requests: bool = False
     """Write prompts to the log; without it the log contains nothing that users wrote."""
 
@@ -108,6 +113,7 @@ class ServerSettings:
             ),
             ("step_timeout", self.step_timeout >= 0, "must be at least 0 seconds"),
             ("unresponsive_timeout", self.unresponsive_timeout >= 0, "must be at least 0 seconds"),
+            ("max_stored_responses", self.max_stored_responses >= 0, "must be at least 0"),
             ("grace", self.grace >= 0, "must be at least 0 seconds"),
             (
                 "tool_call_parser",

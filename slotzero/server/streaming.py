@@ -45,34 +45,63 @@ class Writer(Protocol):
         """Return all deltas as one reply."""
 
 
+class Watcher(Protocol):
+    """Follows one generation, beside its writer."""
+
+    def begin(self, generation: Generation) -> None: ...
+
+    async def finish(self, generation: Generation) -> None:
+        """The answer is complete; its last event was not sent yet."""
+
+    def end(self) -> None:
+        """The generation has ended, for whatever reason."""
+
+
 async def reply(
     state: AppState,
     request: Request,
     requests: list[GenerationRequest],
     writer: Writer,
     is_stream: bool | None,
+    watcher: Watcher | None = None,
 ) -> Response:
     generation = await state.run(requests)
     deltas = generation.deltas()
+
+    async def close() -> None:
+        await generation.close()
+        if watcher is not None:
+            watcher.end()
+
     try:
+        if watcher is not None:
+            watcher.begin(generation)
         if not is_stream:
-            return told(await unless_gone(request.receive, gather(deltas, generation, writer)))
+            work = gather(deltas, generation, writer, watcher)
+            made = told(await unless_gone(request.receive, work))
+            await close()
+            return made
         first = await unless_gone(request.receive, following(deltas))
     except BaseException:
-        await generation.close()
+        await close()
         raise
-    sent = events(first, deltas, generation, writer, state.metrics.refused)
-    return EventStream(sent, generation.close, writer.shape.media_type)
+    sent = events(first, deltas, generation, writer, watcher, state.metrics.refused)
+    return EventStream(sent, close, writer.shape.media_type)
 
 
 async def gather(
-    deltas: AsyncGenerator[TextDelta, None], generation: Generation, writer: Writer
+    deltas: AsyncGenerator[TextDelta, None],
+    generation: Generation,
+    writer: Writer,
+    watcher: Watcher | None,
 ) -> ReplyModel:
     async with aclosing(deltas):
         async for delta in deltas:
             writer.add(delta)
             if writer.is_enough(delta.index):
                 generation.end(delta.index)
+    if watcher is not None:
+        await watcher.finish(generation)
     return writer.whole(generation)
 
 
@@ -85,6 +114,7 @@ async def events(
     deltas: AsyncGenerator[TextDelta, None],
     generation: Generation,
     writer: Writer,
+    watcher: Watcher | None,
     refused: Callable[[int], None],
 ) -> AsyncGenerator[bytes, None]:
     delta: TextDelta | None = first
@@ -96,6 +126,8 @@ async def events(
                 if writer.is_enough(delta.index):
                     generation.end(delta.index)
                 delta = await anext(deltas, None)
+        if watcher is not None:
+            await watcher.finish(generation)
         for chunk in writer.last_chunks(generation):
             yield chunk
     except Exception as error:
@@ -119,7 +151,4 @@ def responses(
     made: dict[str, Any] = {"model": model}
     if is_streamed:
         made["content"] = {EventStream.media_type: {}}
-    refused: dict[int | str, dict[str, Any]] = {
-        code: {"model": error} for code in (400, 401, 404, 405, 413, 429, 500, 503, 504)
-    }
-    return {200: made} | refused
+    return {200: made, "4XX": {"model": error}, "5XX": {"model": error}}

@@ -4,6 +4,7 @@ This module knows chat's request models. The rule: a tool whose schema cannot be
 here, even where nothing enforces it.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -111,6 +112,31 @@ def with_reasoning(message: dict[str, Any], reasoning: str | None) -> dict[str, 
     if not (message.get("tool_calls") and message["content"]):  # gpt-oss's template refuses that
         made["thinking"] = reasoning
     return made
+
+
+def template_call(where: str, call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Return an earlier call for chat templates. `arguments`: an object, or its JSON."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise RequestError(f"{where}: must be a JSON object, or its text", where)
+    function = {"name": name, "arguments": dict(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def joined_system(texts: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of which at most the first is a system message: these texts, and the system
+    messages that begin the conversation. Many templates accept no other."""
+    rest = list(messages)
+    system = list(texts)
+    while rest and rest[0]["role"] == "system":
+        system.append(rest.pop(0)["content"])
+    if system:
+        rest.insert(0, {"role": "system", "content": "\n\n".join(system)})
+    return rest
 
 
 def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:

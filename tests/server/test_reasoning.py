@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 from fake_engine import CHAT, FakeClient, ask, chat, refused, stream, tool_tokenizer
 
-MESSAGES = "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m.content }};{% endfor %}"  # fmt: skip
+MESSAGES = (
+    "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}[{{ m.reasoning_content }}]"
+    "{% endif %}{{ m.content }};{% endfor %}"
+)
 SWITCH = (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 )
