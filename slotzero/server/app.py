@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 
 from slotzero import __version__
 from slotzero.errors import SlotzeroError
@@ -23,6 +24,7 @@ from slotzero.server.generation import Client
 from slotzero.server.metrics import Metrics
 from slotzero.server.routes_anthropic import anthropic_routes
 from slotzero.server.routes_engine import engine_routes
+from slotzero.server.routes_ollama import ollama_routes
 from slotzero.server.routes_openai import openai_routes
 from slotzero.server.routes_responses import responses_routes
 from slotzero.server.settings import ServerSettings
@@ -70,6 +72,7 @@ def make_app(
     app.include_router(openai_routes(state))
     app.include_router(responses_routes(state))
     app.include_router(anthropic_routes(state))
+    app.include_router(ollama_routes(state))
     app.include_router(engine_routes(state))
     _tell_errors(app, state)
     app.add_middleware(
@@ -120,8 +123,16 @@ def _tell_errors(app: FastAPI, state: AppState) -> None:
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         status = HTTP.get(error.status_code, HttpStatus(error.status_code, INVALID))
-        message = http_message(request, error)
-        return refuse(request, status, message, headers=dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(sorted(_methods(app, request)))
+        return refuse(request, status, http_message(request, error), headers=headers)
+
+
+def _methods(app: FastAPI, request: Request) -> set[str]:
+    """Return the methods of all routes of this path; the framework names those of the first."""
+    found = [route for route in app.router.routes if route.matches(request.scope)[0] != Match.NONE]
+    return {method for route in found for method in getattr(route, "methods", None) or ()}
 
 
 def http_message(request: Request, error: HTTPException) -> str:

@@ -31,8 +31,9 @@ OPEN_PATHS = (
     "/",
     "/favicon.ico",
     "/health",
+    "/ping",
 )  # public; probes send no key
-WATCHED_PATHS = ("/health", "/metrics")  # answered even at the connection limit
+WATCHED_PATHS = ("/health", "/ping", "/metrics")  # answered even at the connection limit
 CLIENT_GONE = 499  # as nginx logs it; never sent
 MAX_DISCARD = 64 << 20  # a refused body is read up to here, so that the client reads the reply
 

@@ -160,6 +160,10 @@ class TokenizeReply(ReplyModel):
     token_strs: list[str] | None = None
 
 
+class Empty(ReplyModel):
+    """A reply without fields."""
+
+
 class Prompt(ReplyModel):
     prompt: str
 
@@ -200,6 +204,8 @@ class ServerInfo(ReplyModel):
     """The sizes of each runner, and how each size was recorded."""
     pools: dict[str, Any]
     certification: dict[str, Any]
+    formats: dict[str, Any]
+    """The formats of tool calls and reasoning, and whether Slotzero's own prompt shows tools."""
     engine: dict[str, Any]
 
 

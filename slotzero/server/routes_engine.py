@@ -21,6 +21,7 @@ from slotzero.server.messages import Stats
 from slotzero.server.metrics import certified
 from slotzero.server.protocol import DetokenizeRequest, TokenizeRequest
 from slotzero.server.replies import (
+    Empty,
     Health,
     Prompt,
     ServerInfo,
@@ -41,6 +42,8 @@ _POOL_FIELDS = ("running", "waiting", "slots", "pages_used", "pages_cached", "pa
 def engine_routes(state: AppState) -> APIRouter:
     router = APIRouter()
 
+    @router.post("/ping", include_in_schema=False, response_model=None)
+    @router.get("/ping", include_in_schema=False, response_model=None)
     @router.head("/health", include_in_schema=False, response_model=None)
     @router.get(
         "/health", responses={200: {"model": Health}, 503: {"model": Health}}, response_model=None
@@ -55,6 +58,12 @@ def engine_routes(state: AppState) -> APIRouter:
         if (progress := _progress(state.client)) is not None:
             health.progress = progress
         return told(health, 200 if state.engine_state == "ready" else 503)
+
+    @router.post("/reset_prefix_cache", responses=responses(Empty), response_model=None)
+    async def reset_prefix_cache() -> Response:
+        """Forget all cached prefixes; running requests keep their pages."""
+        state.client.reset_prefix_cache()
+        return told(Empty())
 
     @router.get("/version", responses=responses(Version), response_model=None)
     async def version() -> Response:
@@ -152,6 +161,11 @@ def _server_info(state: AppState) -> ServerInfo:
             "sanitize": info.pop("sanitize", None),
             "steps_watched": counts.get("steps_watched"),
             "violations": counts.get("violations"),
+        },
+        formats={
+            "tool_calls": state.tools.form.name if state.tools.form else None,
+            "has_tool_prompt": state.tools.is_builtin,
+            "reasoning": state.reasoning.name if state.reasoning else None,
         },
         engine=info,
     )
