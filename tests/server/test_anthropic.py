@@ -3,11 +3,10 @@
 import json
 from typing import Any
 
+import anthropic
 import pytest
 from asgi_clients import THOUGHT, TOOL_LOOP, call_text, engine, http_client, run
 from fake_engine import FakeClient, ask
-
-anthropic = pytest.importorskip("anthropic")
 
 USER: Any = [{"role": "user", "content": "How warm is Paris?"}]
 WEATHER: Any = {
