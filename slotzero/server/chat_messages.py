@@ -38,6 +38,7 @@ class NamedTool(RequestModel):
 class CalledFunction(RequestModel):
     name: str
     arguments: str
+    parsed_arguments: Any = None  # openai's helpers add it: the arguments once more
 
 
 class ToolCall(RequestModel):
@@ -65,5 +66,6 @@ class Message(RequestModel):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None  # the same, under another name
+    parsed: Any = None  # openai's helpers add it: the content once more
     # a field that multi-provider clients add, if it is empty
     provider_specific_fields: dict[str, None] | None = None  # litellm's

@@ -99,7 +99,13 @@ def _template_message(place: int, message: Message) -> dict[str, Any]:
         name = f"{where}.{'reasoning_content' if message.reasoning_content else 'reasoning'}"
         raise RequestError(f"{name}: only a message of role assistant has it", name)
     fields = message.model_dump(
-        exclude={"annotations", "provider_specific_fields", "reasoning", "reasoning_content"}
+        exclude={
+            "annotations",
+            "parsed",
+            "provider_specific_fields",
+            "reasoning",
+            "reasoning_content",
+        }
     )
     return with_reasoning(template_message(place, fields), reasoning)
 
