@@ -5,7 +5,7 @@ conversation.py has what becomes of them, and answer_plan.py how they are writte
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class RequestModel(BaseModel):
@@ -53,6 +53,17 @@ class TextPart(RequestModel):
     text: str
 
 
+def _check_provider_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    for name, value in fields.items():
+        if value is not None and name not in ("reasoning", "reasoning_content"):
+            raise ValueError(f"{name[:40]!r} is not supported")
+    return fields
+
+
+ProviderFields = Annotated[dict[str, Any], AfterValidator(_check_provider_fields)]
+"""litellm's: empty, or once more the reasoning."""
+
+
 class Message(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -67,5 +78,4 @@ class Message(RequestModel):
     reasoning: str | None = None
     reasoning_content: str | None = None  # the same, under another name
     parsed: Any = None  # openai's helpers add it: the content once more
-    # a field that multi-provider clients add, if it is empty
-    provider_specific_fields: dict[str, None] | None = None  # litellm's
+    provider_specific_fields: ProviderFields | None = None
