@@ -127,7 +127,7 @@ def cut_texts(draw: st.DrawFn, form: ToolFormat) -> list[str]:
     return [text[a:b] for a, b in pairwise([0, *sorted(cuts), len(text)])]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(FORMS).flatmap(lambda form: st.tuples(st.just(form), cut_texts(form))),
     st.booleans(),

@@ -24,7 +24,7 @@ TEXTS = st.one_of(st.text(max_size=30), st.sampled_from(["<", "</th", "[/", "\n\
 
 
 @pytest.mark.parametrize("form", TAGGED)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(thought=TEXTS, said=TEXTS, start=st.sampled_from(list(Start)), data=st.data())
 def test_reasoning_is_parted_from_the_answer(
     form: ReasoningFormat, thought: str, said: str, start: Start, data: st.DataObject
@@ -91,7 +91,7 @@ CHANNELS = (
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 400), max_size=8))
 def test_channels_of_harmony(cuts: list[int]) -> None:
     form = AnswerFormat(HARMONY, Start.BEFORE, TOOL_FORMATS["harmony"], {"f": None})

@@ -20,7 +20,7 @@ def is_tagged(form: ToolFormat) -> bool:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(data=st.data())
 def test_calls_survive_being_written_and_parsed(form: ToolFormat, data: Any) -> None:
     calls = data.draw(calls_in(form))
@@ -33,7 +33,7 @@ def test_calls_survive_being_written_and_parsed(form: ToolFormat, data: Any) -> 
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_a_text_that_breaks_off_invents_nothing(form: ToolFormat, data: Any) -> None:
     calls = data.draw(calls_in(form))
