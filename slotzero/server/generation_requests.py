@@ -40,6 +40,7 @@ _SAME_NAME = (
     "stop_token_ids",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "cache_salt",
 )
 _WAYS = (
     "response_format",

@@ -26,7 +26,6 @@ MAX_BAD_WORDS = 64
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "cache_salt": (),
     "function_call": (),
     "functions": (),
     "modalities": (["text"],),
@@ -45,7 +44,6 @@ _INSTEAD = {
     "functions": "send tools",
     "function_call": "send tool_choice",
     "best_of": "send n, and choose from the answers",
-    "cache_salt": "prefixes are found by their tokens alone",
 }
 
 
@@ -153,8 +151,8 @@ class GenerationFields(RequestModel):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     # NEUTRAL
-    cache_salt: Any = None
     priority: Any = None
 
     @model_validator(mode="after")

@@ -121,6 +121,17 @@ def test_prefixes_are_forgotten_on_request(make_desk: MakeDesk) -> None:
     desk.engine.check()
 
 
+def test_requests_with_another_salt_share_no_prefix(make_desk: MakeDesk) -> None:
+    desk = make_desk()
+    found = []
+    for i, salt in enumerate((None, "x", "x", "y", None)):
+        params = greedy(2) | ({} if salt is None else {"cache_salt": salt})
+        messages = [*desk.turn(Add(f"{i}", prompt_of(40), params)), *desk.finish()]
+        found.append(kinds(messages, Progress)[0].grown[0].num_cached)
+    assert [num > 0 for num in found] == [False, False, True, False, True]
+    desk.engine.check()
+
+
 def test_new_requests_do_not_stop_running_ones(
     make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
