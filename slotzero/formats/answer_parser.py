@@ -39,7 +39,7 @@ class AnswerFormat:
     @property
     def has_markers(self) -> bool:
         """Whether the text may contain markers, which can be special tokens."""
-        return self.calls is not None or (self.reasoning is not None and self.has_reasoning)
+        return self.calls is not None or self.has_reasoning
 
     @property
     def has_reasoning(self) -> bool:

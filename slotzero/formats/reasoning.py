@@ -74,16 +74,17 @@ HARMONY = ReasoningFormat(  # channels.py parses it
     closing="<|end|><|start|>assistant",
     answer_opening="<|channel|>final<|message|>",
 )
-_IN_ORDER = (HARMONY, GEMMA4, MISTRAL, SEED_OSS, THINK, DEEPSEEK_R1)
-REASONING_FORMATS: Mapping[str, ReasoningFormat] = {form.name: form for form in _IN_ORDER}
+REASONING_FORMATS = (HARMONY, GEMMA4, MISTRAL, SEED_OSS, THINK, DEEPSEEK_R1)
 REASONING_NAMES: Mapping[str, ReasoningFormat] = {
-    name: form for form in _IN_ORDER for name in (form.name, *form.aliases)
+    name: form for form in REASONING_FORMATS for name in (form.name, *form.aliases)
 }
 """Formats by all names that --reasoning-parser accepts."""
 
 
 def reasoning_format_of(template: str) -> ReasoningFormat | None:
-    return next((form for form in _IN_ORDER if any(s in template for s in form.signs)), None)
+    return next(
+        (form for form in REASONING_FORMATS if any(s in template for s in form.signs)), None
+    )
 
 
 class Start(Enum):

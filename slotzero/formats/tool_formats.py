@@ -268,7 +268,7 @@ HARMONY = ToolFormat(  # channels.py parses it, since its headers vary
     separator="<|call|><|start|>assistant",
 )
 
-_IN_ORDER = (
+TOOL_FORMATS = (
     HARMONY,
     MINIMAX_M2,
     SEED_OSS,
@@ -290,9 +290,8 @@ _IN_ORDER = (
     HERMES,
     LLAMA,
 )
-TOOL_FORMATS: Mapping[str, ToolFormat] = {form.name: form for form in _IN_ORDER}
 TOOL_FORMAT_NAMES: Mapping[str, ToolFormat] = {
-    name: form for form in _IN_ORDER for name in (form.name, *form.aliases)
+    name: form for form in TOOL_FORMATS for name in (form.name, *form.aliases)
 }
 """Formats by all names that --tool-call-parser accepts."""
 
@@ -303,6 +302,6 @@ _FOREIGN_SIGNS = ("<function=", "<tool_calls>[", "]<]minimax[>[")
 
 def tool_format_of(template: str) -> ToolFormat | None:
     """Return the format that this template writes, or None if it is none of these."""
-    form = next((form for form in _IN_ORDER if any(s in template for s in form.signs)), None)
+    form = next((form for form in TOOL_FORMATS if any(s in template for s in form.signs)), None)
     is_foreign = any(sign in template for sign in _FOREIGN_SIGNS)
     return None if form in (HERMES, LLAMA) and is_foreign else form

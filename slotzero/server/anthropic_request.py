@@ -73,8 +73,7 @@ class AnthropicTool(RequestModel):
     description: str | None = None
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
-    input_examples: list[Any] | None = None
-    eager_input_streaming: bool | None = None
+    eager_input_streaming: bool | None = None  # arguments are always streamed as they grow
 
 
 class ToolChoice(RequestModel):

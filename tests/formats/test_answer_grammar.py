@@ -13,7 +13,7 @@ from slotzero.formats.answer_parser import AnswerFormat
 from slotzero.formats.reasoning import HARMONY as HARMONY_REASONING
 from slotzero.formats.reasoning import THINK, Start
 from slotzero.formats.tool_format import LiteralArguments, NamedCall, TagArguments, ToolFormat
-from slotzero.formats.tool_formats import HERMES, TOOL_FORMATS
+from slotzero.formats.tool_formats import HERMES, TOOL_FORMAT_NAMES, TOOL_FORMATS
 from slotzero.formats.written_calls import Call, written_calls
 from slotzero.grammars.matcher import CompiledGrammar, GrammarVocabulary, load_vocabulary
 from slotzero.sampling.structured import StructuredOutputs
@@ -22,7 +22,7 @@ from slotzero.text.tokenizer import Tokenizer
 pytest.importorskip("llguidance")
 EOS = 257
 NUMBERS = itertools.count()
-FORMS = [pytest.param(form, id=name) for name, form in TOOL_FORMATS.items()]
+FORMS = [pytest.param(form, id=form.name) for form in TOOL_FORMATS]
 WEATHER = {
     "type": "object",
     "properties": {
@@ -118,7 +118,7 @@ def test_strict_tools_are_enforced_within_text(
 
 
 def test_strings_without_quotes_follow_their_schema(vocabulary: GrammarVocabulary) -> None:
-    form = TOOL_FORMATS["minimax_m2"]
+    form = TOOL_FORMAT_NAMES["minimax_m2"]
     assert isinstance(form.call, NamedCall)
     assert isinstance(form.call.arguments, TagArguments)
     for schema, good, bad in (
@@ -190,7 +190,7 @@ def test_markers_that_are_special_tokens_are_written_as_such(
 
 
 def test_harmony_has_its_own_channels(vocabulary: GrammarVocabulary) -> None:
-    form = TOOL_FORMATS["harmony"]
+    form = TOOL_FORMAT_NAMES["harmony"]
     answer = AnswerFormat(reasoning=HARMONY_REASONING, start=Start.BEFORE, calls=form, tools=TOOLS)
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     final = "<|channel|>final<|message|>"

@@ -20,7 +20,7 @@ from slotzero.server.protocol import ChatRequest
 from slotzero.server.replies import ChatChunk
 from slotzero.text.tokenizer import Tokenizer
 
-FORMS = tuple(TOOL_FORMATS.values())
+FORMS = TOOL_FORMATS
 CITY_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = {"weather": CITY_SCHEMA, "time": None}
 REQUEST = GenerationRequest(0, [], SamplingParams(), {})

@@ -10,16 +10,17 @@ from slotzero.formats.reasoning import (
     DEEPSEEK_R1,
     HARMONY,
     REASONING_FORMATS,
+    REASONING_NAMES,
     THINK,
     ReasoningFormat,
     Start,
     reasoning_format_of,
     start_of,
 )
-from slotzero.formats.tool_formats import HERMES, TOOL_FORMATS
+from slotzero.formats.tool_formats import HERMES, TOOL_FORMAT_NAMES
 from slotzero.formats.written_calls import Call, written_calls
 
-TAGGED = [pytest.param(f, id=name) for name, f in REASONING_FORMATS.items() if f is not HARMONY]
+TAGGED = [pytest.param(f, id=f.name) for f in REASONING_FORMATS if f is not HARMONY]
 TEXTS = st.one_of(st.text(max_size=30), st.sampled_from(["<", "</th", "[/", "\n\n", "a </b> c"]))
 
 
@@ -71,7 +72,7 @@ def test_a_template_shows_the_format() -> None:
         ("seed_oss", "<seed:think>"),
     ):
         found = reasoning_format_of(f"{{{{ messages }}}} {sign}")
-        assert found is REASONING_FORMATS[name]
+        assert found is REASONING_NAMES[name]
     assert reasoning_format_of("{{ messages }}") is None
 
 
@@ -94,7 +95,7 @@ CHANNELS = (
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 400), max_size=8))
 def test_channels_of_harmony(cuts: list[int]) -> None:
-    form = AnswerFormat(HARMONY, Start.BEFORE, TOOL_FORMATS["harmony"], {"f": None})
+    form = AnswerFormat(HARMONY, Start.BEFORE, TOOL_FORMAT_NAMES["harmony"], {"f": None})
     call = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
     text = f'{CHANNELS}{call}{{"a": "<|x"}}<|call|>'
     found = parsed(form, pieces_of(text, [min(cut, len(text)) for cut in cuts]))

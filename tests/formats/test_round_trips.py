@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from slotzero.formats.answer_parser import AnswerFormat
 from slotzero.formats.tool_format import NamedCall, TagArguments, ToolFormat
-from slotzero.formats.tool_formats import TOOL_FORMATS
+from slotzero.formats.tool_formats import TOOL_FORMAT_NAMES, TOOL_FORMATS
 from slotzero.formats.written_calls import Call, written_calls
 
-FORMS = [pytest.param(form, id=name) for name, form in TOOL_FORMATS.items()]
+FORMS = [pytest.param(form, id=form.name) for form in TOOL_FORMATS]
 
 
 def is_tagged(form: ToolFormat) -> bool:
@@ -75,7 +75,7 @@ def test_text_beside_calls_is_kept(form: Any) -> None:
 
 
 def test_types_of_tagged_values_follow_from_the_schema() -> None:
-    form = TOOL_FORMATS["qwen3_coder"]
+    form = TOOL_FORMAT_NAMES["qwen3_coder"]
     schema = {
         "properties": {
             "text": {"type": "string"},
@@ -115,7 +115,7 @@ def test_types_of_tagged_values_follow_from_the_schema() -> None:
     ],
 )  # fmt: skip
 def test_variants_that_models_write(name: str, text: str, expected: Any) -> None:
-    answer = AnswerFormat(calls=TOOL_FORMATS[name], tools={"f": None})
+    answer = AnswerFormat(calls=TOOL_FORMAT_NAMES[name], tools={"f": None})
     for pieces in ([text], list(text)):
         found = parsed(answer, pieces)
         assert as_values(found.calls) == [("f", expected)]
@@ -134,6 +134,6 @@ def test_variants_that_models_write(name: str, text: str, expected: Any) -> None
     ],
 )
 def test_a_broken_call_is_not_whole(name: str, text: str) -> None:
-    found = parsed(AnswerFormat(calls=TOOL_FORMATS[name], tools={"f": None}), list(text))
+    found = parsed(AnswerFormat(calls=TOOL_FORMAT_NAMES[name], tools={"f": None}), list(text))
     assert [call for call, _ in found.calls] == ["f"]
     assert found.num_whole == 0

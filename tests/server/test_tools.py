@@ -279,7 +279,7 @@ def test_the_call_format_follows_from_the_template() -> None:
     builtin = tool_support("auto", "{{ messages }}")
     assert (builtin.form, builtin.is_builtin) == (HERMES, True)
     assert tool_support("llama", "{{ messages }}").form is LLAMA
-    assert {*TOOL_FORMATS, "auto", "none"} <= {*TOOL_CALL_PARSERS}
+    assert {"auto", "none", *(form.name for form in TOOL_FORMATS)} <= {*TOOL_CALL_PARSERS}
 
 
 @pytest.mark.parametrize(
