@@ -22,6 +22,8 @@ from slotzero.formats.tool_format import (
 from slotzero.formats.value_types import resolved, types_of
 
 _ANY_NAME = "/[A-Za-z0-9_.-]+/"
+_WHOLE = "slotzero-whole"
+_DATA = ("const", "enum", "default", "examples")  # what looks like a reference there is none
 Schema = Mapping[str, Any]
 
 
@@ -177,9 +179,28 @@ def _properties(schema: Schema) -> tuple[dict[str, _Value] | None, frozenset[str
 
 
 def _alone(value: _Value) -> dict[str, Any]:
-    """Return a parameter's schema with the definitions that it may refer to."""
-    shared = {key: value.root[key] for key in ("$defs", "definitions") if key in value.root}
-    return shared | dict(value.schema)
+    """Return a parameter's schema with the definitions that it may refer to. The whole schema, to
+    which it may refer as well, becomes one of them."""
+    definitions = {key: value.root[key] for key in ("$defs", "definitions") if key in value.root}
+    whole = {key: part for key, part in value.root.items() if key not in definitions}
+    made: dict[str, Any] = _moved({**definitions, **value.schema})
+    if _WHOLE in json.dumps(made):
+        made["$defs"] = {**made.get("$defs", {}), _WHOLE: _moved(whole)}
+    return made
+
+
+def _moved(part: Any) -> Any:
+    """Return a part of a schema with references to the whole schema at its new place."""
+    if isinstance(part, list):
+        return [_moved(one) for one in part]
+    if not isinstance(part, Mapping):
+        return part
+    made = {key: inner if key in _DATA else _moved(inner) for key, inner in part.items()}
+    target = str(made.get("$ref", ""))
+    is_local = target == "#" or target.startswith("#/")
+    if is_local and not target.startswith(("#/$defs/", "#/definitions/")):
+        made["$ref"] = f"#/$defs/{_WHOLE}{target[1:]}"
+    return made
 
 
 def _choices(value: _Value) -> list[Any] | None:

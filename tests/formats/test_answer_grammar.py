@@ -117,6 +117,27 @@ def test_strict_tools_are_enforced_within_text(
     assert allows(free, before + text_of(form, [Call("weather", {"odd": 1})]))
 
 
+@pytest.mark.parametrize("name", ["hermes", "glm45", "pythonic"])
+def test_schemas_may_refer_to_themselves(vocabulary: GrammarVocabulary, name: str) -> None:
+    tree = {"type": "array", "items": {"$ref": "#/$defs/Tree"}}
+    whole = {
+        "properties": {
+            "a": {"$ref": "#"},
+            "b": {"type": "null"},
+            "c": {"$ref": "#/$defs/Tree"},
+            "d": {"$ref": "#/properties/b"},
+        },
+        "additionalProperties": False,
+        "$defs": {"Tree": tree},
+    }
+    form, tools = TOOL_FORMAT_NAMES[name], {"grow": whole}
+    answer = AnswerFormat(calls=form, tools=tools)
+    grammar = compiled(vocabulary, answer, AnswerRules(tools, is_forced=True))
+    assert allows(grammar, text_of(form, [Call("grow", {"a": {"a": {}}, "c": [[]], "d": None})]))
+    for bad in ({"a": {"a": 1}}, {"a": {"x": {}}}, {"c": [1]}, {"d": 1}):
+        assert not allows(grammar, text_of(form, [Call("grow", bad)]))
+
+
 def test_strings_without_quotes_follow_their_schema(vocabulary: GrammarVocabulary) -> None:
     form = TOOL_FORMAT_NAMES["minimax_m2"]
     assert isinstance(form.call, NamedCall)
