@@ -14,6 +14,7 @@ from slotzero.server.anthropic_writer import (
 )
 from slotzero.server.app_state import AppState
 from slotzero.server.generation_requests import about
+from slotzero.server.stream_format import ANTHROPIC
 from slotzero.server.streaming import reply, responses, told
 
 
@@ -22,7 +23,7 @@ def anthropic_routes(state: AppState) -> APIRouter:
 
     @router.post(
         "",
-        responses=responses(MessageReply, True, AnthropicErrorReply),
+        responses=responses(MessageReply, ANTHROPIC, AnthropicErrorReply),
         response_model=None,
     )
     async def messages(body: MessagesRequest, request: Request) -> Response:

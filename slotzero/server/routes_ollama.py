@@ -19,6 +19,7 @@ from slotzero.server.ollama_request import (
 )
 from slotzero.server.ollama_writer import OllamaErrorReply, OllamaReply, OllamaWriter
 from slotzero.server.replies import ReplyModel, Version
+from slotzero.server.stream_format import OLLAMA
 from slotzero.server.streaming import reply, responses, told
 
 
@@ -28,7 +29,7 @@ class Tags(ReplyModel):
 
 def ollama_routes(state: AppState) -> APIRouter:
     router = APIRouter(prefix="/api")
-    shapes = responses(OllamaReply, True, OllamaErrorReply)
+    shapes = responses(OllamaReply, OLLAMA, OllamaErrorReply)
 
     @router.post("/chat", responses=shapes, response_model=None)
     async def chat(body: OllamaChatRequest, request: Request) -> Response:

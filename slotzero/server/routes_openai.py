@@ -17,13 +17,14 @@ from slotzero.server.completion import CompletionWriter
 from slotzero.server.generation_requests import about, check_choices, completion_requests
 from slotzero.server.protocol import ChatRequest, CompletionRequest
 from slotzero.server.replies import ChatReply, CompletionReply, ModelCard, ModelList
+from slotzero.server.stream_format import OPENAI
 from slotzero.server.streaming import reply, responses, told
 
 
 def openai_routes(state: AppState) -> APIRouter:
     router = APIRouter(prefix="/v1")
 
-    @router.post("/chat/completions", responses=responses(ChatReply, True), response_model=None)
+    @router.post("/chat/completions", responses=responses(ChatReply, OPENAI), response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
         state.check_model(body.model)
         trusts = state.settings.trust_request_chat_template
@@ -33,7 +34,7 @@ def openai_routes(state: AppState) -> APIRouter:
         writer = ChatWriter(body, state.tokenizer, plan, state.names[0])
         return await reply(state, request, plan.requests, writer, body.stream)
 
-    @router.post("/completions", responses=responses(CompletionReply, True), response_model=None)
+    @router.post("/completions", responses=responses(CompletionReply, OPENAI), response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         state.check_model(body.model)
         given = prompts_of(body)

@@ -22,6 +22,7 @@ from slotzero.server.responses_request import (
     responses_conversation,
 )
 from slotzero.server.responses_writer import ResponseReply, ResponsesWriter
+from slotzero.server.stream_format import RESPONSES
 from slotzero.server.streaming import reply, responses, told
 
 
@@ -75,7 +76,7 @@ def responses_routes(state: AppState) -> APIRouter:
     router = APIRouter(prefix="/v1/responses")
     running: dict[str, Generation] = {}
 
-    @router.post("", responses=responses(ResponseReply, True), response_model=None)
+    @router.post("", responses=responses(ResponseReply, RESPONSES), response_model=None)
     async def create(body: ResponsesRequest, request: Request) -> Response:
         state.check_model(body.model)
         messages = [*(await earlier(state, body.previous_response_id)), *input_messages(body)]

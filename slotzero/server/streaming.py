@@ -145,10 +145,11 @@ def told(reply: ReplyModel, status: int = 200) -> Response:
 
 
 def responses(
-    model: type[ReplyModel], is_streamed: bool = False, error: type[ReplyModel] = ErrorReply
+    model: type[ReplyModel], stream: Shape | None = None, error: type[ReplyModel] = ErrorReply
 ) -> dict[int | str, dict[str, Any]]:
-    """Return the possible responses for the OpenAPI document."""
+    """Return the possible responses for the OpenAPI document. `stream`: how the reply is streamed,
+    if it can be."""
     made: dict[str, Any] = {"model": model}
-    if is_streamed:
-        made["content"] = {EventStream.media_type: {}}
+    if stream is not None:
+        made["content"] = {stream.media_type: {}}
     return {200: made, "4XX": {"model": error}, "5XX": {"model": error}}
