@@ -32,7 +32,7 @@ from slotzero.kernels.triton.attention.rotate_heads import rotate_heads
 from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead
 from slotzero.kernels.triton.linear import elementwise, fragments, linear_quantized, linear_tma
 from slotzero.kernels.triton.linear.elementwise import apply_norm
-from slotzero.kernels.triton.linear.products import Products, adds, is_late
+from slotzero.kernels.triton.linear.products import Products
 from slotzero.kernels.triton.linear.tune import Choices
 from slotzero.kernels.triton.moe import experts, routing
 from slotzero.kernels.triton.recurrent import convolution, scan, trail
@@ -187,7 +187,7 @@ class TritonKernels(Kernels):
         if verify.takes(rows.span, heads):
             return verify.plan(tokens.slots, rows, heads, branches)
         group = heads.num_heads // heads.num_kv_heads
-        blocks = prefill.cut_rows(rows, len(tokens.slots), group)
+        blocks = prefill.cut_rows(rows, len(tokens.slots), prefill.block_tokens(group))
         return PrefillPlan(tokens, blocks, branches)
 
     def embed(
@@ -200,7 +200,7 @@ class TritonKernels(Kernels):
         eps: float,
     ) -> tuple[Tensor, Normed]:
         if isinstance(embedding, DenseWeight):
-            late = is_late(len(tokens.slots), embedding.data.dtype)
+            late = self._products.is_late(len(tokens.slots), embedding.data.dtype)
             return embed.embed(tokens, table, embedding.data, scale, norm, eps, late)
         residual = self.embed_ids(table[tokens.slots, tokens.positions], embedding)
         if scale != 1:
@@ -232,7 +232,7 @@ class TritonKernels(Kernels):
     ) -> Normed:
         if weight is None:
             return Normed(x)
-        return elementwise.norm(x, weight, eps, is_late(len(x), x.dtype), is_centred)
+        return elementwise.norm(x, weight, eps, self._products.is_late(len(x), x.dtype), is_centred)
 
     def linear(self, x: Normed, weight: LinearWeight) -> Tensor:
         out = x.x.new_empty(len(x.x), weight.out_features)
@@ -254,12 +254,12 @@ class TritonKernels(Kernels):
     ) -> tuple[Tensor, Normed]:
         # no program of a product sees a whole row, so the norm of the sum is deferred
         is_fused = norms.post is None and norms.next is not None and not norms.is_centred
-        if is_fused and adds(weight, x.x):
+        if is_fused and self._products.adds(weight, x.x):
             return residual, self._products.add(x, weight, residual, norms)
         return self.add_norm(self.linear(x, weight), residual, norms)
 
     def add_norm(self, x: Tensor, residual: Tensor, norms: ResidualNorms) -> tuple[Tensor, Normed]:
-        late = is_late(len(x), x.dtype)
+        late = self._products.is_late(len(x), x.dtype)
         return residual, elementwise.add_norm(residual, x, norms, late)
 
     def route(

@@ -1,0 +1,456 @@
+"""Paged attention with one order of summation: the kernels of deterministic mode for every step.
+
+A text is cut into chunks at positions that follow from nothing else (`chunk_of`): EACH chunks of
+FIRST keys, EACH of twice as many, and so on, so that a long text has few. The softmax of a token
+over one chunk is computed tile by tile from the chunk's begin on, by instructions that are the same
+for one token and for many; then chunks are merged in ascending order. Sums of softmax weights are
+sums of integers, which have no order. So a token's result is the same bits whether it is decoded,
+verified among drafts or computed in a prompt, however that is cut, and whatever is beside it.
+
+How work is distributed is free. Every step is `rope_store` and then `attend`, whose programs have a
+block of tokens, one KV head and some value dimensions. With many blocks a program takes all chunks
+and merges as it goes. With few, `plan` gives programs runs of a block's chunks; each stores its
+chunks, and the program that finishes a block last merges them.
+
+Kernels are compiled without contraction of products and sums, which the compiler could choose
+differently from tile to tile.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slotzero.kernels.attention_plans import FixedPlan, KeyRuns
+from slotzero.kernels.triton.attention import prefill
+from slotzero.kernels.triton.attention.float8 import as_query, load_kv_scales, numbers
+from slotzero.kernels.triton.attention.prefill import BLOCK_FIELDS, padded_dim
+from slotzero.kernels.triton.attention.tree_mask import load_branches, sees, union_of
+from slotzero.kernels.triton.attention.window import first_seen
+from slotzero.kernels.triton.exact_sums import as_integers
+from slotzero.kernels.triton.launch import (
+    launch,
+    may_follow,
+    overlap,
+    shared_memory,
+    wait_for_writer,
+)
+from slotzero.kernels.triton.linear.activation import LOG2E, tanh
+from slotzero.kernels.types import NO_BRANCHES, Branches, Heads, PagedKv, Rows, Tokens
+
+FIRST, EACH = tl.constexpr(128), tl.constexpr(8)  # keys of the first chunks; chunks of one length
+FEW_TOKENS = 1024  # up to here, chunks of a block may be distributed over programs
+FEW_PAIRS, MANY_PAIRS = 64, 128  # (token, head of the group) pairs of a tile; 64 per warpgroup
+VALUE_DIMS = 128  # of one program: a thread holds the sums of a chunk, and those before it
+ROWS = 128  # of a decode step whose blocks one program writes
+PROGRAMS = 512  # over which the chunks of a small step are spread
+MOST_PARTIAL = 64 << 20  # bytes of stored chunks
+UNIT = tl.constexpr(2.0**22)  # of softmax weights that are added as integers
+WIDE_UNIT = tl.constexpr(2.0**40)  # in float32
+
+
+class FixedShape(NamedTuple):
+    """Launch shape of the attention kernel. Only `pairs` may differ between steps of a model."""
+
+    pairs: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _level(length):
+    """Return the number of times that chunks have doubled before position `length`."""
+    wide = (length // (FIRST * EACH) + 1).to(tl.float32)
+    return (wide.to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def chunk_of(position):
+    """Return the index of the chunk that has a position."""
+    level = _level(position)
+    begin = (FIRST * EACH) * ((1 << level) - 1)
+    return level * EACH + (position - begin) // (FIRST << level)
+
+
+@triton.jit
+def chunk_begin(chunk):
+    """Return the first position of a chunk."""
+    level = chunk // EACH
+    return (FIRST * EACH) * ((1 << level) - 1) + chunk % EACH * (FIRST << level)
+
+
+@triton.jit
+def _range_of(
+    start, size, row_start, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, BRANCHES: tl.constexpr
+):
+    """Return the first chunk of a block's tokens, and one past the last."""
+    low = start * 0
+    if WINDOW is not None:
+        # No node of a tree has a position before that of its row's first token.
+        low = first_seen(row_start if BRANCHES else start, WINDOW, CHUNKED)
+    return chunk_of(low), chunk_of(tl.maximum(start + size - 1, 0)) + 1
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _single_blocks_kernel(slots, positions, blocks, rows, ROWS: tl.constexpr, PDL: tl.constexpr):
+    """Write the blocks of a decode step: one token each."""
+    may_follow(PDL)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    wait_for_writer(PDL)
+    there = r < rows
+    position = tl.load(positions + r, mask=there, other=0)
+    at = blocks + r * BLOCK_FIELDS
+    tl.store(at, tl.load(slots + r, mask=there, other=0), mask=there)
+    tl.store(at + 1, r, mask=there)
+    tl.store(at + 2, 1, mask=there)
+    tl.store(at + 3, position, mask=there)
+    tl.store(at + 4, position, mask=there)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_runs", "num_done", "spare", "most"])
+def _runs_kernel(
+    blocks, block_of, first_of, last_of, count_of, store_of, done,
+    num_blocks, num_runs, num_done, spare, most,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, BRANCHES: tl.constexpr, BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Cut the chunks of every block into runs of one common length, in one program: the shortest
+    for which there are enough programs, and room for the chunks of blocks with several runs. Never
+    launched with overlap: the kernels after it may read the plan without a wait."""
+    b = tl.arange(0, BLOCKS)
+    at = blocks + b * BLOCK_FIELDS
+    there = b < num_blocks
+    slot = tl.load(at, mask=there, other=0)
+    size = tl.load(at + 2, mask=there, other=0)
+    start, row_start = (
+        tl.load(at + 3, mask=there, other=0),
+        tl.load(at + 4, mask=there, other=0),
+    )
+    low, high = _range_of(start, size, row_start, WINDOW, CHUNKED, BRANCHES)
+    num = tl.where(slot > 0, high - low, 1)  # padding has one run without keys
+    num = tl.where(there, num, 0)
+    length = tl.maximum(tl.cdiv(tl.sum(num, axis=0), spare), 1)
+    while tl.sum(tl.where(num > length, num, 0), axis=0) > most:
+        length *= 2
+    runs = tl.cdiv(num, length)
+    stored = tl.where(runs > 1, num, 0)
+    place, store = tl.cumsum(runs, axis=0) - runs, tl.cumsum(stored, axis=0) - stored
+    for i in range(tl.max(runs, axis=0)):
+        mine = i < runs
+        tl.store(block_of + place + i, b, mask=mine)
+        tl.store(first_of + place + i, low + i * length, mask=mine)
+        last = tl.minimum(low + (i + 1) * length, low + num)
+        tl.store(last_of + place + i, last, mask=mine)
+        tl.store(count_of + place + i, runs, mask=mine)
+        tl.store(store_of + place + i, store - low, mask=mine)
+    used, lane = tl.sum(runs, axis=0), tl.arange(0, LANES)
+    for first in range(0, num_runs, LANES):
+        unused = (first + lane >= used) & (first + lane < num_runs)
+        tl.store(block_of + first + lane, -1, mask=unused)
+    for first in range(0, num_done, LANES):
+        tl.store(done + first + lane, 0, mask=first + lane < num_done)
+
+
+@triton.jit
+def _sum_of_weights(weight, EXACT: tl.constexpr):
+    """Sum softmax weights, at most 1, over the keys of a tile, in no order."""
+    if EXACT:
+        whole = (weight.to(tl.float64) * WIDE_UNIT).to(tl.int64)
+        return (tl.sum(whole, axis=1).to(tl.float64) / WIDE_UNIT).to(tl.float32)
+    else:  # noqa: RET505
+        return tl.sum(as_integers(weight * UNIT), axis=1).to(tl.float32) * (1.0 / UNIT)
+
+
+@triton.jit
+def _store_in_halves(
+    at, acc, real, first, VALUE_DIM: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Store sums [PAIRS, WIDTH] of value dimensions from `first` on. Converting half of them to a
+    layout for stores takes half the shared memory."""
+    half: tl.constexpr = WIDTH // 2
+    dim = first + tl.arange(0, half)
+    lower, upper = tl.split(tl.permute(tl.reshape(acc, [PAIRS, 2, half]), (0, 2, 1)))
+    inside = real[:, None] & (dim < VALUE_DIM)[None, :]
+    tl.store(at[:, None] + dim[None, :], lower, mask=inside)
+    inside = real[:, None] & (half + dim < VALUE_DIM)[None, :]
+    tl.store(at[:, None] + half + dim[None, :], upper, mask=inside)
+
+
+@triton.jit
+def _empty_softmax(sinks, head, inside, PAIRS: tl.constexpr):
+    """Return peak and total of a softmax without keys: that of the sink, if there is one."""
+    peak = tl.full([PAIRS], float("-inf"), tl.float32)
+    total = tl.zeros([PAIRS], tl.float32)
+    if sinks is not None:
+        peak = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * LOG2E
+        total += 1.0
+    return peak, total
+
+
+@triton.jit
+def _merge(peak, total, acc, its_peak, its_total, its_acc):
+    """Add a chunk to the softmax over the chunks before it. One without visible keys leaves it
+    unchanged to the bit."""
+    is_seen = its_peak > float("-inf")
+    new_peak = tl.maximum(peak, its_peak)
+    level = tl.where(is_seen, new_peak, 0.0)
+    old, new = tl.exp2(peak - level), tl.exp2(its_peak - level)
+    total = tl.where(is_seen, total * old + its_total * new, total)
+    merged = tl.fma(acc, old[:, None], its_acc * new[:, None])
+    acc = tl.where(is_seen[:, None], merged, acc)
+    return tl.where(is_seen, new_peak, peak), total, acc
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _attend_kernel(
+    q, sinks, kv_pages, page_table, kv_scales, blocks, slots, bases, seen, stands, out,
+    block_of, first_of, last_of, count_of, store_of, done, partial, peaks, totals, scale,
+    table_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
+    TOKENS: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr, STORED_PAIRS: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    RUNS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attend from the tokens of a block to all of its keys or, with RUNS, to a run of chunks.
+    PARTS: programs that share a block's value dimensions."""
+    may_follow(PDL)
+    kv_head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    its_block = tl.program_id(1)
+    first_chunk, last_chunk, count, store = 0, 0, 1, 0
+    if RUNS:
+        run = tl.program_id(1)
+        its_block = tl.load(block_of + run)
+        if its_block < 0:
+            wait_for_writer(PDL)
+            return
+        first_chunk, last_chunk = tl.load(first_of + run), tl.load(last_of + run)
+        count, store = tl.load(count_of + run), tl.load(store_of + run)
+    group: tl.constexpr = HEADS // KV_HEADS
+    pair, dim = tl.arange(0, PAIRS), tl.arange(0, DIM_BLOCK)
+    value_dim = part * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
+    size_of_row: tl.constexpr = DIM + VALUE_DIM
+    offset, head = pair // group, kv_head * group + pair % group
+    block = blocks + its_block * BLOCK_FIELDS
+    wait_for_writer(PDL)
+
+    size = tl.load(block + 2)
+    if size <= 0:
+        return
+    slot, token = tl.load(block).to(tl.int64), tl.load(block + 1).to(tl.int64)
+    start = tl.load(block + 3)
+    # A row may end in padding: keys past its last token were never stored.
+    is_mine = (offset < size) & (offset < TOKENS)
+    real = tl.load(slots + token + offset, mask=is_mine, other=0) > 0
+    length = tl.max(tl.where(real, start + offset + 1, 0), axis=0)
+    stand = start + offset
+    if seen is not None:
+        base, bits = load_branches(bases, seen, token + offset, start + offset, real)
+        tree_start = tl.min(tl.where(real, base, length), axis=0)  # all see all keys before
+        last_base, any_bits = union_of(base, bits)
+        stand = tl.load(stands + token + offset, mask=real, other=0)
+    low, begin = 0, 0
+    if WINDOW is not None:
+        since = first_seen(stand, WINDOW, CHUNKED)  # the first key that each token sees
+        low = tl.min(tl.where(real, since, length), axis=0)
+        begin = low // KEYS * KEYS
+    all_begin, last_of_all = begin, chunk_of(tl.maximum(length - 1, 0)) + 1
+    last_of_all = tl.where(length > 0, last_of_all, 0)
+    if RUNS:
+        begin = tl.maximum(begin, chunk_begin(first_chunk))
+        length = tl.minimum(length, chunk_begin(last_chunk))
+    pages = page_table + slot * table_stride
+    key = begin + tl.arange(0, KEYS)
+    page = tl.load(pages + key // PAGE, mask=key < length, other=0)
+    q_at = q + ((token + offset) * HEADS + head)[:, None] * DIM + dim[None, :]
+    query = tl.load(q_at, mask=real[:, None] & (dim < DIM)[None, :], other=0.0)
+    query = as_query(query, kv_pages)  # [pairs, dim]
+    k_scale, v_scale = load_kv_scales(kv_scales)
+    scale *= k_scale
+
+    k_pages = kv_pages + kv_head * size_of_row
+    v_pages = k_pages + DIM
+    all_peak, all_total = _empty_softmax(sinks, head, offset < TOKENS, PAIRS)
+    all_acc = tl.zeros([PAIRS, VALUE_BLOCK], tl.float32)
+    peak = tl.full([PAIRS], float("-inf"), tl.float32)
+    total = tl.zeros([PAIRS], tl.float32)
+    acc = all_acc
+    chunk = chunk_of(begin)
+    end = chunk_begin(chunk + 1)
+    # Where the results of a chunk are stored, if several programs share the block's chunks.
+    stored = (kv_head * STORED_PAIRS + pair).to(tl.int64)
+    beside = (kv_head * (PARTS - 1) + part) * STORED_PAIRS  # every part has its own peaks
+    is_stored = real & (pair < STORED_PAIRS)
+    within = is_stored[:, None] & (value_dim < VALUE_DIM)[None, :]
+    for first in tl.range(begin, length, KEYS):
+        key = first + tl.arange(0, KEYS)
+        in_page = tl.arange(0, KEYS) % PAGE if KEYS % PAGE == 0 else key % PAGE
+        source = page.to(tl.int64) * (PAGE * KV_HEADS * size_of_row)
+        source += in_page * (KV_HEADS * size_of_row)
+        known = (key < length) & (key >= low)
+        if seen is not None:
+            known = known & sees(key, last_base, any_bits)
+        present = known[:, None] & (dim < DIM)[None, :]
+        keys = tl.load(k_pages + (source[:, None] + dim[None, :]), mask=present, other=0.0)
+        keys = numbers(keys, query.dtype)
+        present = known[:, None] & (value_dim < VALUE_DIM)[None, :]
+        values = v_pages + (source[:, None] + value_dim[None, :])
+        values = numbers(tl.load(values, mask=present, other=0.0), query.dtype)
+        # The pages of the next tile are known one tile ahead, so that its loads can run ahead.
+        page = tl.load(pages + (key + KEYS) // PAGE, mask=key + KEYS < length, other=0)
+        score = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        unit = scale
+        if SOFTCAP is not None:
+            score, unit = tanh(score * scale), SOFTCAP * LOG2E
+        if seen is not None:
+            if first + KEYS > tree_start:  # the tile reaches into a tree
+                mine = sees(key[None, :], base[:, None], bits[:, None])
+                score = tl.where(mine & known[None, :], score, float("-inf"))
+        elif first + KEYS > start + 1:  # the tile crosses the diagonal
+            score = tl.where(key[None, :] <= (start + offset)[:, None], score, float("-inf"))
+        if WINDOW is not None:
+            score = tl.where(key[None, :] < since[:, None], float("-inf"), score)
+        new_peak = tl.maximum(peak, tl.max(score, axis=1) * unit)
+        level = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(tl.fma(score, unit, -level[:, None]))
+        shrink = tl.exp2(peak - level)
+        total = total * shrink + _sum_of_weights(weight, EXACT)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weight.to(values.dtype), values, acc, input_precision="ieee")
+        peak = new_peak
+        if (first + KEYS >= end) | (first + KEYS >= length):
+            if RUNS:  # noqa: SIM102  decided at compile time
+                if count > 1:
+                    at = (store + chunk) * (KV_HEADS * STORED_PAIRS) + stored
+                    _store_in_halves(
+                        partial + at * VALUE_DIM, acc, is_stored, part * VALUE_BLOCK, VALUE_DIM,
+                        PAIRS, VALUE_BLOCK,
+                    )  # fmt: skip
+                    at += (store + chunk) * (KV_HEADS * STORED_PAIRS) * (PARTS - 1) + beside
+                    tl.store(peaks + at, peak, mask=is_stored)
+                    tl.store(totals + at, total, mask=is_stored)
+            all_peak, all_total, all_acc = _merge(all_peak, all_total, all_acc, peak, total, acc)
+            chunk += 1
+            end = chunk_begin(chunk + 1)
+            peak = tl.full([PAIRS], float("-inf"), tl.float32)
+            total = tl.zeros([PAIRS], tl.float32)
+            acc = tl.zeros([PAIRS, VALUE_BLOCK], tl.float32)
+    if RUNS:  # noqa: SIM102  decided at compile time
+        if count > 1:
+            tl.debug_barrier()  # all writes of the program, then the count that publishes them
+            done += its_block * (KV_HEADS * PARTS) + tl.program_id(0)
+            if tl.atomic_add(done, 1, sem="acq_rel") != count - 1:
+                return
+            tl.store(done, 0)  # for the next layer
+            tl.debug_barrier()
+            all_peak, all_total = _empty_softmax(sinks, head, offset < TOKENS, PAIRS)
+            all_acc = tl.zeros([PAIRS, VALUE_BLOCK], tl.float32)
+            for each in range(chunk_of(all_begin), last_of_all):
+                at = (store + each) * (KV_HEADS * STORED_PAIRS) + stored
+                from_at = partial + at[:, None] * VALUE_DIM + value_dim[None, :]
+                its_acc = tl.load(from_at, mask=within, other=0.0)
+                at += (store + each) * (KV_HEADS * STORED_PAIRS) * (PARTS - 1) + beside
+                its_peak = tl.load(peaks + at, mask=is_stored, other=float("-inf"))
+                its_total = tl.load(totals + at, mask=is_stored, other=0.0)
+                all_peak, all_total, all_acc = _merge(
+                    all_peak, all_total, all_acc, its_peak, its_total, its_acc
+                )
+    out_at = out + ((token + offset) * HEADS + head)[:, None] * VALUE_DIM + value_dim[None, :]
+    inside = is_mine[:, None] & (value_dim < VALUE_DIM)[None, :]
+    result = all_acc / tl.where(all_total > 0, all_total, 1.0)[:, None] * v_scale
+    result = tl.where(real[:, None], result, 0.0)
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
+
+
+def plan(
+    tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None
+) -> FixedPlan:
+    group, num_tokens = heads.num_heads // heads.num_kv_heads, len(tokens.slots)
+    size = block_tokens(group, num_tokens)
+    if rows is None:
+        size, blocks = 1, tokens.slots.new_empty(num_tokens, BLOCK_FIELDS.value)
+        launch(
+            _single_blocks_kernel, (triton.cdiv(num_tokens, ROWS),), *tokens, blocks, num_tokens,
+            ROWS=ROWS, **overlap(),
+        )  # fmt: skip
+    else:
+        size = min(size, rows.span or size)
+        blocks = prefill.cut_rows(rows, num_tokens, size)
+    runs = None
+    if num_tokens <= FEW_TOKENS:
+        runs = _runs(blocks, size * group, heads, branches)
+    return FixedPlan(tokens, blocks, size, branches, runs)
+
+
+def _runs(blocks: Tensor, pairs: int, heads: Heads, branches: Branches | None) -> KeyRuns:
+    num_blocks, kv_heads, parts = len(blocks), heads.num_kv_heads, value_parts(heads)
+    spare = max(num_blocks, triton.cdiv(PROGRAMS, kv_heads * parts) - num_blocks)
+    num_runs = num_blocks + spare
+    most = max(4, MOST_PARTIAL // (4 * kv_heads * pairs * heads.value_dim))
+    ints = blocks.new_empty(5, num_runs + -num_runs % 4)
+    done = blocks.new_empty(num_blocks, kv_heads * parts)
+    floats = {"dtype": torch.float32, "device": blocks.device}
+    partial = torch.empty(most, kv_heads, pairs, heads.value_dim, **floats)
+    sums = torch.empty(2, most, kv_heads * parts, pairs, **floats)
+    made = KeyRuns(*(of[:num_runs] for of in ints), done, partial, *sums)
+    launch(
+        _runs_kernel, (1,), blocks, *made[:6], num_blocks, num_runs, done.numel(), spare, most,
+        WINDOW=heads.window, CHUNKED=heads.is_chunked, BRANCHES=branches is not None,
+        BLOCKS=triton.next_power_of_2(num_blocks), LANES=1024,
+    )  # fmt: skip
+    return made
+
+
+def attend(
+    q: Tensor,  # [T, heads, head_dim]
+    sinks: Tensor | None,
+    kv: PagedKv,
+    plan: FixedPlan,
+    heads: Heads,
+) -> Tensor:
+    """Attend from each token to the positions of its slot up to its own, the last `window` of them,
+    or those of its branch -> [T, heads, value_dim]; padding gets zeros."""
+    num_heads, kv_heads, dim, value_dim = (
+        heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.value_dim
+    )  # fmt: skip
+    group, parts, runs = num_heads // kv_heads, value_parts(heads), plan.runs
+    shape = shape_for(plan.size * group, dim, q.dtype)
+    out = torch.empty(len(q), num_heads, value_dim, dtype=q.dtype, device=q.device)
+    unit = LOG2E.value if heads.softcap is None else 1 / heads.softcap
+    launch(
+        _attend_kernel, (kv_heads * parts, len(plan.blocks) if runs is None else len(runs.block)),
+        q, sinks, *kv, plan.blocks, plan.tokens.slots, *(plan.branches or NO_BRANCHES), out,
+        *(runs or (None,) * len(KeyRuns._fields)), heads.scale * unit, kv.page_table.stride(0),
+        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
+        WINDOW=heads.window, CHUNKED=heads.is_chunked, SOFTCAP=heads.softcap,
+        PAGE=kv.pages.shape[1], TOKENS=plan.size, PARTS=parts, PAIRS=shape.pairs,
+        STORED_PAIRS=plan.size * group, DIM_BLOCK=padded_dim(dim),
+        VALUE_BLOCK=min(VALUE_DIMS, padded_dim(value_dim)), KEYS=shape.keys,
+        RUNS=runs is not None, EXACT=q.dtype is torch.float32,
+        num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False, **overlap(),
+    )  # fmt: skip
+    return out
+
+
+def block_tokens(group: int, num_tokens: int) -> int:
+    """Return the most tokens of a block in a step of that size."""
+    return max(1, (FEW_PAIRS if num_tokens <= FEW_TOKENS else MANY_PAIRS) // group)
+
+
+def value_parts(heads: Heads) -> int:
+    return triton.cdiv(heads.value_dim, VALUE_DIMS)
+
+
+def shape_for(pairs: int, dim: int, dtype: torch.dtype) -> FixedShape:
+    """Return the launch shape; keys follow from the model alone."""
+    dim = padded_dim(dim)
+    if dtype.itemsize > 2:  # scalar multiply-adds, for exactness rather than speed
+        return FixedShape(triton.next_power_of_2(max(16, pairs)), 16, 4, 2)
+    keys = 64 if dim <= 256 else 32
+    if pairs <= FEW_PAIRS:  # two programs share a multiprocessor
+        return FixedShape(FEW_PAIRS, keys, 4, 2)
+    return FixedShape(MANY_PAIRS, keys, 8, 3 if dim <= 128 and shared_memory() >= 160 << 10 else 2)
