@@ -81,7 +81,7 @@ class KeyRuns(NamedTuple):
     block: Tensor  # -1: unused
     first: Tensor  # its first chunk
     last: Tensor  # one past its last chunk
-    count: Tensor  # number of runs of its block
+    num: Tensor  # number of runs of its block
     store: Tensor  # where chunk 0 of the block would be in the scratch
     done: Tensor  # [blocks, programs]: runs that are finished; 0 between layers
     partial: Tensor  # [stored chunks, kv_heads, pairs, value_dim] float32

@@ -33,6 +33,7 @@ from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead
 from slotzero.kernels.triton.linear import elementwise, fragments, linear_quantized, linear_tma
 from slotzero.kernels.triton.linear.elementwise import apply_norm
 from slotzero.kernels.triton.linear.products import Products
+from slotzero.kernels.triton.linear.products_fixed import FixedProducts
 from slotzero.kernels.triton.linear.tune import Choices
 from slotzero.kernels.triton.moe import experts, routing
 from slotzero.kernels.triton.recurrent import convolution, scan, trail
@@ -55,6 +56,7 @@ from slotzero.kernels.types import (
     Rows,
     Tokens,
 )
+from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights
 from slotzero.kernels.weights import DenseWeight, LinearWeight, QuantizedWeight, WeightFormat
 
 MAX_DIM = 512  # largest head that the attention tiles hold
@@ -64,6 +66,9 @@ T = TypeVar("T")
 
 
 class TritonKernels(Kernels):
+    """The default kernel set. deterministic.py replaces those of its operations that sum in an
+    order which depends on the step."""
+
     name = "triton"
 
     rope_angles = staticmethod(embed.rope_angles)
@@ -76,8 +81,6 @@ class TritonKernels(Kernels):
     sample = staticmethod(sample.sample)
     advance = staticmethod(write_back.advance)
 
-    convolve = staticmethod(convolution.convolve)
-    scan = staticmethod(scan.scan)
     gate_norm = staticmethod(recurrent_gate.gate_norm)
     commit_trail = staticmethod(trail.commit_trail)
 
@@ -101,8 +104,8 @@ class TritonKernels(Kernels):
     grow_tree = staticmethod(trees.grow_tree)
     select_nodes = staticmethod(trees.select_nodes)
 
-    def __init__(self) -> None:
-        self._products = Products()
+    def __init__(self, products: Products | FixedProducts | None = None) -> None:
+        self._products = products or Products()
 
     @property
     def choices(self) -> Choices:
@@ -282,6 +285,22 @@ class TritonKernels(Kernels):
         inner = experts.gated(rows, weights.gate_up, order, shape.activation)
         results = experts.product(inner, weights.down, order)
         return experts.add_up(results, by_expert, chosen, len(starts) - 1)
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, step: RecurrentStep, shape: Scan
+    ) -> Tensor:
+        return convolution.convolve(x, weight, bias, step, shape)
+
+    def scan(
+        self,
+        mixed: Tensor,
+        gates: Tensor,
+        beta: Tensor | None,
+        weights: ScanWeights,
+        step: RecurrentStep,
+        shape: Scan,
+    ) -> Tensor:
+        return scan.scan(mixed, gates, beta, weights, step, shape)
 
     def attention(
         self,

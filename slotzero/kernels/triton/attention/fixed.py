@@ -393,10 +393,10 @@ def _runs(blocks: Tensor, pairs: int, heads: Heads, branches: Branches | None) -
     most = max(4, MOST_PARTIAL // (4 * kv_heads * pairs * heads.value_dim))
     ints = blocks.new_empty(5, num_runs + -num_runs % 4)
     done = blocks.new_empty(num_blocks, kv_heads * parts)
-    floats = {"dtype": torch.float32, "device": blocks.device}
-    partial = torch.empty(most, kv_heads, pairs, heads.value_dim, **floats)
-    sums = torch.empty(2, most, kv_heads * parts, pairs, **floats)
-    made = KeyRuns(*(of[:num_runs] for of in ints), done, partial, *sums)
+    partial = torch.empty(most, kv_heads, pairs, heads.value_dim, device=blocks.device)
+    peak, total = torch.empty(2, most, kv_heads * parts, pairs, device=blocks.device)
+    block, first, last, num, store = (of[:num_runs] for of in ints)
+    made = KeyRuns(block, first, last, num, store, done, partial, peak, total)
     launch(
         _runs_kernel, (1,), blocks, *made[:6], num_blocks, num_runs, done.numel(), spare, most,
         WINDOW=heads.window, CHUNKED=heads.is_chunked, BRANCHES=branches is not None,
@@ -442,7 +442,7 @@ def block_tokens(group: int, num_tokens: int) -> int:
 
 
 def value_parts(heads: Heads) -> int:
-    return triton.cdiv(heads.value_dim, VALUE_DIMS)
+    return -(-heads.value_dim // VALUE_DIMS)
 
 
 def shape_for(pairs: int, dim: int, dtype: torch.dtype) -> FixedShape:

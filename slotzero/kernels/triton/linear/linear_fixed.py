@@ -164,7 +164,7 @@ def _share(
         of += (lane // each) * tl.cast(num_out, tl.int64)
     acc = tl.zeros([height, ROWS], tl.float32)
     acc2 = acc
-    scale, x_scale = 0.0, 0.0
+    scale, x_scale = acc, acc
     if GROUP is not None:  # scales are loaded a step ahead, which the compiler does not do
         scale, _, x_scale = group_scales(
             scales, x_scales, n, m, begin, end, rows, num_out, INNER, GROUP, False

@@ -1,0 +1,106 @@
+"""The CUDA kernel set of deterministic mode: the bits of a row depend on nothing beside it.
+
+It replaces the operations of `TritonKernels` whose order of summation follows from the step: matrix
+products, attention, experts, and recurrent layers, whose rows it scans token by token. All others
+compute each row by itself, in a launch of one shape. docs/determinism.md lists them.
+"""
+
+from torch import Tensor
+
+from slotzero.errors import UnsupportedModelError
+from slotzero.kernels.attention_plans import AttentionPlan, FixedPlan
+from slotzero.kernels.triton.attention import fixed, prefill
+from slotzero.kernels.triton.kernels import NO_NORMS, TritonKernels
+from slotzero.kernels.triton.linear import elementwise
+from slotzero.kernels.triton.linear.products_fixed import FixedProducts
+from slotzero.kernels.triton.moe import experts
+from slotzero.kernels.triton.recurrent import convolution, scan
+from slotzero.kernels.types import (
+    Angles,
+    Branches,
+    Experts,
+    ExpertWeights,
+    Heads,
+    PagedKv,
+    QkNorms,
+    Routed,
+    Rows,
+    Tokens,
+)
+from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights
+from slotzero.kernels.weights import DenseWeight
+
+SUBJECT = "deterministic"
+
+
+class DeterministicKernels(TritonKernels):
+    is_batch_invariant = True
+
+    def __init__(self) -> None:
+        super().__init__(FixedProducts())
+
+    def refuse(self, heads: Heads, float8_kv: bool = False) -> None:
+        super().refuse(heads, float8_kv)
+        if heads.mla is not None:
+            raise UnsupportedModelError(
+                f"{SUBJECT}: latent attention (MLA) on CUDA is computed in two forms that differ "
+                "in their last bits; drop --deterministic, or run the model with --backend cpu"
+            )
+
+    def plan(
+        self,
+        tokens: Tokens,
+        rows: Rows | None,
+        heads: Heads,
+        branches: Branches | None = None,
+    ) -> AttentionPlan:
+        if branches is not None:
+            branches.check(tokens, rows)
+        return fixed.plan(tokens, rows, heads, branches)
+
+    def attention(
+        self,
+        qkv: Tensor,
+        norms: QkNorms,
+        sinks: Tensor | None,
+        angles: Angles,
+        kv: PagedKv,
+        plan: AttentionPlan,
+        heads: Heads,
+    ) -> Tensor:
+        assert isinstance(plan, FixedPlan)
+        if heads.norms_whole:
+            qkv, norms = elementwise.norm_heads(qkv, norms, heads), NO_NORMS
+        q = prefill.rope_store(qkv, norms, angles, kv, plan.tokens, heads)
+        return fixed.attend(q, sinks, kv, plan, heads).flatten(1)
+
+    def experts(
+        self, routed: Routed, weights: ExpertWeights, shape: Experts, starts: Tensor
+    ) -> Tensor:
+        for weight in (weights.gate_up, weights.down):
+            if not isinstance(weight, DenseWeight):
+                raise UnsupportedModelError(
+                    f"{SUBJECT}: quantised experts on CUDA are multiplied in an order that depends "
+                    "on their number of rows; use --quantization none, or drop --deterministic"
+                )
+        rows, by_expert, chosen = (part.contiguous() for part in routed)
+        order = experts.sort(chosen, starts, rows.dtype, is_fixed=True)
+        inner = experts.gated(rows, weights.gate_up, order, shape.activation)
+        results = experts.product(inner, weights.down, order)
+        return experts.add_up(results, by_expert, chosen, len(starts) - 1)
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, step: RecurrentStep, shape: Scan
+    ) -> Tensor:
+        return convolution.convolve(x, weight, bias, step, shape, is_exact=True)
+
+    def scan(
+        self,
+        mixed: Tensor,
+        gates: Tensor,
+        beta: Tensor | None,
+        weights: ScanWeights,
+        step: RecurrentStep,
+        shape: Scan,
+    ) -> Tensor:
+        return scan.scan(mixed, gates, beta, weights, step, shape, in_turn=True)
