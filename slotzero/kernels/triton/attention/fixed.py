@@ -253,7 +253,7 @@ def _attend_kernel(
         tree_start = tl.min(tl.where(real, base, length), axis=0)  # all see all keys before
         last_base, any_bits = union_of(base, bits)
         stand = tl.load(stands + token + offset, mask=real, other=0)
-    low, begin = 0, 0
+    low, begin = start * 0, start * 0
     if WINDOW is not None:
         since = first_seen(stand, WINDOW, CHUNKED)  # the first key that each token sees
         low = tl.min(tl.where(real, since, length), axis=0)

@@ -14,7 +14,8 @@ from slotzero.kernels.triton.linear.tiles import STAGED_ROWS, float8_step
 
 SQUARED = 64  # features whose squares are one sum
 LEAST = 64  # features of a matrix instruction
-SHARE_STEP = 128  # a share is a multiple of this
+SHARE_STEP = 256  # a share is a multiple of this, and this one of every depth
+FLOAT8_DEPTH = 128  # products of codes in float8 whose sum is rounded to float32
 LEAST_SHARE, LONG_SHARE = 256, 2048  # values of the inner dimension
 FEWEST_PROGRAMS, ENOUGH_PROGRAMS = 64, 96  # for one row, if shares are not long; if they are
 MOST_ROWS = 256  # up to here the fastest tile is looked up; tiles of more rows are all large
@@ -83,7 +84,7 @@ def fixed_tiles_for(
 
 def _float8_tiles(rows: int, group: int | None) -> tuple[FixedTile, ...]:
     """The depth is fixed: sums of so many products are rounded to float32."""
-    depth = min(float8_step(group), SHARE_STEP)
+    depth = min(float8_step(group), FLOAT8_DEPTH)
     if rows <= 16:
         return (FixedTile(64, 16, depth, 6, 4), FixedTile(128, 16, depth, 5, 4))
     if rows <= STAGED_ROWS:

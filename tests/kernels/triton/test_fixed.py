@@ -1,0 +1,202 @@
+"""Tests of deterministic mode's kernels: one result to the bit, whatever the step looks like."""
+
+import pytest
+import torch
+from order import sum_like_a_gpu
+from torch.nn import functional as F
+
+from slotzero.kernels.reference import ReferenceKernels
+from slotzero.kernels.triton.attention import fixed
+from slotzero.kernels.triton.launch import INTERPRETED
+from slotzero.kernels.triton.linear import linear_fixed, tiles_fixed
+from slotzero.kernels.triton.linear.operands import Operands
+from slotzero.kernels.triton.linear.tiles_fixed import FixedTile, shares_of
+from slotzero.kernels.types import Heads, Normed, PagedKv, Rows, Tokens
+
+FEATURES, INNER = 192, 1040  # in two shares, or three; the last one is not full
+EPS = 1e-3
+TILES = [  # one row, some and many; narrow and wide; with shares apart or in turn
+    (1, FixedTile(64, 16, 128, 3, 4), 132),
+    (3, FixedTile(64, 16, 256, 3, 4), 132),
+    (40, FixedTile(64, 32, 64, 3, 4), 132),
+    (40, FixedTile(128, 16, 64, 3, 8), 1),
+    (70, FixedTile(128, 128, 64, 3, 8), 1),
+]
+KINDS = ["linear", "gated", "add", "logits"]
+
+
+@pytest.fixture(autouse=True)
+def orders_of_a_gpu(monkeypatch):
+    if INTERPRETED:
+        sum_like_a_gpu(monkeypatch)
+
+
+def product(kind, rows, tile, x, weight, bias, norm, before):
+    """Return what a product of the first rows makes."""
+    x, features = x[:rows], len(weight)
+    squares = x.float().square().unflatten(1, (-1, INNER // 4)).sum(-1).t().contiguous()
+    given = Operands(x, weight, bias, squares, EPS)
+    if kind == "gated":
+        out = x.new_empty(rows, features // 2)
+        linear_fixed.product(given, out, tile, activation="silu")
+        return (out,)
+    if kind == "logits":
+        out, slots = torch.empty(rows, features, device=x.device), torch.arange(rows).to(x.device)
+        linear_fixed.product(given, out, tile, slots=slots.int())
+        return (out,)
+    if kind == "linear":
+        out = x.new_empty(rows, features)
+        linear_fixed.product(given, out, tile)
+        return (out,)
+    residual, sums = before[:rows].clone(), torch.empty(features // 64, rows, device=x.device)
+    made = Normed(torch.empty_like(residual), sums, EPS)
+    linear_fixed.product(given, residual, tile, adds=True, norm=norm, made=made)
+    return residual, made.x, sums.t()
+
+
+def inputs(device, half):
+    torch.manual_seed(0)
+    shapes = (70, INNER), (FEATURES, INNER), (FEATURES,), (FEATURES,), (70, FEATURES)
+    return [torch.randn(shape).to(device, half) for shape in shapes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_in_every_tile(device, half, monkeypatch, kind):
+    given, results = inputs(device, half), []
+    for rows, tile, processors in TILES:
+        monkeypatch.setattr(tiles_fixed, "num_processors", lambda num=processors: num)
+        results.append(product(kind, rows, tile, *given))
+        assert not linear_fixed.linear_tma.arrivals().any()
+    for made in results[1:]:
+        for got, expected in zip(made, results[0], strict=True):
+            assert torch.equal(got[:1], expected[:1])
+    x, weight, bias, norm, before = (of.float() for of in given)
+    expected = F.linear(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS), weight, bias)
+    if kind == "gated":
+        expected = ReferenceKernels().gate(*expected.chunk(2, -1), "silu")
+    if kind == "logits":
+        expected[0] = 0
+    if kind == "add":
+        expected += before
+        residual, weighted, sums = results[-1]
+        assert torch.equal(weighted, (residual.float() * norm).to(half))
+        assert torch.allclose(sums.sum(-1), residual.float().square().sum(-1), rtol=1e-4)
+    assert (results[-1][0].float() - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_other_shares_have_other_bits(device, half, monkeypatch):
+    """So the test above would see shares that depend on the rows."""
+    given, tile = inputs(device, half), TILES[1][1]
+    right = product("logits", 3, tile, *given)[0]
+    monkeypatch.setattr(linear_fixed, "shares_of", lambda *_: 1)
+    assert not torch.equal(product("logits", 3, tile, *given)[0], right)
+
+
+def test_rows_that_cannot_be_copied_in_bulk(device, half):
+    x, weight, *_ = inputs(device, half)
+    expected = product("linear", 3, TILES[0][1], x, weight, None, None, None)[0]
+    apart = torch.zeros(70, INNER + 4, device=device).to(half)
+    apart[:, 4:] = x
+    squares = x[:3].float().square().unflatten(1, (-1, INNER // 4)).sum(-1).t().contiguous()
+    out = torch.empty_like(expected)
+    given = Operands(apart[:3, 4:], weight, None, squares, EPS)
+    assert not linear_fixed.linear_tma.takes(given.x, weight)
+    linear_fixed.product(given, out, TILES[0][1])
+    assert torch.equal(out, expected)
+
+
+def test_shares_follow_from_the_weight_and_cover_it():
+    for features in (1, 64, 576, 1024, 4096, 6144, 151936):
+        for inner in (16, 64, 576, 1024, 3072, 14336):
+            shares = shares_of(features, inner)
+            depth = tiles_fixed.share_depth(inner, shares)
+            assert (shares - 1) * depth < inner <= shares * depth
+    assert [shares_of(*of) for of in ((1024, 2048), (4096, 14336), (28672, 4096))] == [4, 2, 1]
+
+
+def test_every_number_of_rows_has_tiles_of_one_order():
+    """What a tile may not change: matrix units take at least 64 features, and sums of codes in
+    float8 are rounded at one depth."""
+    for rows in (1, 8, 16, 17, 64, 65, 256, 257, 8192):
+        for tile in tiles_fixed.fixed_tiles_for(rows, torch.bfloat16, 1):
+            assert tile.features >= 64 and tiles_fixed.SHARE_STEP % tile.depth == 0
+        depths = {t.depth for t in tiles_fixed.fixed_tiles_for(rows, torch.float8_e4m3fn, 1)}
+        assert depths == {128}
+
+
+PAGE, DIM = 16, 16
+
+
+class Texts:
+    """Stored keys and values of two texts, and queries of their tokens."""
+
+    def __init__(self, device, dtype, length, **kind):
+        torch.manual_seed(1)
+        self.heads = Heads(4, 2, DIM, DIM, 1e-6, DIM**-0.5, **kind)
+        pages = -(-length // PAGE)
+        self.kv = PagedKv(
+            torch.randn(2 * pages + 1, PAGE, 2, 2 * DIM).to(device, dtype),
+            torch.randperm(3 * pages)[: 3 * pages].view(3, pages).int().to(device) % (2 * pages),
+        )
+        self.q = torch.randn(2, length, 4, DIM).to(device, dtype)
+        self.sinks = torch.randn(4).to(device, dtype)
+        self.device = device
+
+    def attend(self, rows, span=None):
+        """Return results by token of rows (slot, start, count); span None: a decode step."""
+        ints = {"dtype": torch.int32, "device": self.device}
+        places = [(s, p) for s, start, count in rows for p in range(start, start + count)]
+        slots, positions = torch.tensor(places, **ints).t().contiguous()
+        tokens, step = Tokens(slots, positions), None
+        if span is not None:
+            slot, start, count = torch.tensor(rows, **ints).t().contiguous()
+            step = Rows(slot, start, count, count.cumsum(0).int(), span)
+        plan = fixed.plan(tokens, step, self.heads)
+        q = self.q[[s - 1 for s, _ in places], [p for _, p in places]]
+        out = fixed.attend(q, self.sinks, self.kv, plan, self.heads)
+        assert plan.runs is None or not plan.runs.done.any()
+        return dict(zip(places, out, strict=True))
+
+    def expected(self, slot, position):
+        heads, of_slot = self.heads, self.kv.pages[self.kv.page_table[slot].long()].float()
+        low = heads.first_key(position)
+        keys, values = of_slot.flatten(0, 1)[low : position + 1].chunk(2, -1)
+        q = self.q[slot - 1, position].float().view(2, 2, DIM)
+        scores = torch.einsum("kgd,tkd->kgt", q, keys) * heads.scale
+        if heads.softcap is not None:
+            scores = heads.softcap * torch.tanh(scores / heads.softcap)
+        sinks = self.sinks.float().view(2, 2, 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        return torch.einsum("kgt,tkd->kgd", weights, values).reshape(4, DIM)
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"window": 70}, {"softcap": 2.0}], ids=["all", "window", "cap"]
+)
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_attention_of_a_token_has_the_same_bits_in_every_step(
+    device, half, monkeypatch, kind, is_wide
+):
+    dtype = torch.float32 if is_wide else half
+    texts, at = Texts(device, dtype, 300, **kind), (1, 296)
+    monkeypatch.setattr(fixed, "PROGRAMS", 12)
+    steps = [texts.attend([(1, 296, 1)])]  # alone, with its chunks spread over programs
+    monkeypatch.setattr(fixed, "PROGRAMS", 1)
+    steps.append(texts.attend([(2, 40, 1), (1, 296, 1)]))
+    steps.append(texts.attend([(1, 295, 3), (2, 131, 3)], span=3))
+    steps.append(texts.attend([(2, 0, 5), (1, 230, 70)], span=0))
+    monkeypatch.setattr(fixed, "FEW_TOKENS", 8)  # tiles of many pairs, each over all chunks
+    steps.append(texts.attend([(1, 290, 10)], span=0))
+    for step in steps[1:]:
+        assert torch.equal(step[at], steps[0][at])
+    for place in (at, (1, 231), (1, 255), (2, 4)):
+        assert torch.allclose(steps[3][place].float(), texts.expected(*place), atol=4e-3)
+
+
+def test_chunks_of_long_texts_are_longer(device, monkeypatch):
+    texts = Texts(device, torch.float32, 1400)
+    monkeypatch.setattr(fixed, "PROGRAMS", 40)
+    alone = texts.attend([(1, 1390, 1)])[1, 1390]
+    monkeypatch.setattr(fixed, "FEW_TOKENS", 0)
+    assert torch.equal(texts.attend([(1, 1390, 2)], span=0)[1, 1390], alone)
+    assert torch.allclose(alone.float(), texts.expected(1, 1390), atol=4e-3)
