@@ -60,12 +60,12 @@ ROUNDS = (
 def in_company(
     engine: Engine,
     rounds: Sequence[Round] = ROUNDS,
-    num_requests: int = NUM_REQUESTS,
-    seed: int = 0,
+    guests: Sequence[Guest] | None = None,
 ) -> list[Violation]:
-    """Serve random requests alone and in every round; return what differs."""
-    guests, violations = _guests(engine, num_requests, seed), []
-    cache, rng = engine.schedulers[0].ledger.cache, random.Random(seed)
+    """Serve requests, by default random ones, alone and in every round. Return the first difference
+    of each answer in each round."""
+    guests, violations = guests or random_guests(engine), list[Violation]()
+    cache, rng = engine.schedulers[0].ledger.cache, random.Random(0)
     with ExitStack() as stack:
         stack.enter_context(swapped(engine, "sanitizer", None))
         if engine.worker.cycles:
@@ -87,11 +87,11 @@ def in_company(
     return violations
 
 
-def _guests(engine: Engine, num: int, seed: int) -> list[Guest]:
+def random_guests(engine: Engine, num: int = NUM_REQUESTS) -> list[Guest]:
     """Return requests of many lengths. Some share a prefix; some repeat and continue a few letters,
     so that an n-gram drafter has drafts, right and wrong ones; some prompts exceed a step's token
     budget, if the context allows."""
-    rng, limits = random.Random(seed), engine.limits
+    rng, limits = random.Random(0), engine.limits
     room = limits.max_model_len - ANSWER_LEN - 1
     longest = min(room, limits.max_num_batched_tokens + limits.page_size)
     letters = range(3, min(engine.worker.vocab_size, 200))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from traffic import engine_of
 
-from slotzero.certify.company import ROUNDS, Round, in_company
+from slotzero.certify.company import ROUNDS, Round, in_company, random_guests
 from slotzero.certify.company_faults import ORDER_FAULTS, mutate_company
 from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.kernels.cpu.build import compiler
@@ -36,16 +36,21 @@ def test_company_changes_no_bit(family):
     """Prompts are longer than a step, and prefixes are found in the cache."""
     engine = engine_of(family, "wide", backend="eager", **SETTINGS)
     assert engine.limits.is_deterministic
-    assert in_company(engine, EVERYTHING, num_requests=3) == []
+    assert in_company(engine, EVERYTHING, random_guests(engine, 3)) == []
     assert engine.schedulers.num_preemptions
 
 
-@pytest.mark.parametrize(("family", "backend"), [("llama", "cpu"), ("falcon-h1", "eager")])
-def test_company_with_drafts_changes_no_bit(family, backend):
+def test_company_changes_no_bit_of_compiled_steps():
+    engine = engine_of("llama", "wide", backend="cpu", **SETTINGS | {"max_num_seqs": 2})
+    assert in_company(engine, EVERYTHING, random_guests(engine, 3)) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon-h1"])
+def test_company_with_drafts_changes_no_bit(family):
     """Alone there are no drafts; in company some are right and some wrong."""
-    more = {"backend": backend, "speculative": "ngram", "speculative_steps": 2, "max_num_seqs": 3}
-    engine = engine_of(family, "wide", **SETTINGS, **more)
-    assert in_company(engine, EVERYTHING, num_requests=4) == []
+    more = {"speculative": "ngram", "speculative_steps": 2}
+    engine = engine_of(family, "wide", backend="eager", **SETTINGS, **more)
+    assert in_company(engine, EVERYTHING, random_guests(engine, 4)) == []
     assert 0 < engine.speculation.num_accepted_tokens < engine.speculation.num_draft_tokens
 
 
