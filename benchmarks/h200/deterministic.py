@@ -194,7 +194,6 @@ def timed_product(kind: str, features: int, inner: int) -> dict[str, Any]:
 def timed_rows(kind: str, rows: int, weights: list[torch.Tensor]) -> dict[str, float]:
     from slotzero.kernels.triton.kernels import TritonKernels
     from slotzero.kernels.triton.linear import linear_fixed
-    from slotzero.kernels.triton.linear.operands import Operands
     from slotzero.kernels.triton.linear.tiles_fixed import fixed_tiles_for
     from slotzero.kernels.weights import DenseWeight
 
