@@ -9,7 +9,8 @@ from torch import Tensor
 
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.attention_plans import AttentionPlan, FixedPlan
-from slotzero.kernels.triton.attention import fixed, prefill
+from slotzero.kernels.triton.attention import fixed, mla_rows, prefill
+from slotzero.kernels.triton.attention.per_head_fixed import per_head_fixed
 from slotzero.kernels.triton.kernels import NO_NORMS, TritonKernels
 from slotzero.kernels.triton.linear import elementwise
 from slotzero.kernels.triton.linear.products_fixed import FixedProducts
@@ -21,6 +22,8 @@ from slotzero.kernels.types import (
     Experts,
     ExpertWeights,
     Heads,
+    IndexInputs,
+    MlaWeights,
     PagedKv,
     QkNorms,
     Routed,
@@ -38,14 +41,6 @@ class DeterministicKernels(TritonKernels):
 
     def __init__(self) -> None:
         super().__init__(FixedProducts())
-
-    def refuse(self, heads: Heads, float8_kv: bool = False) -> None:
-        super().refuse(heads, float8_kv)
-        if heads.mla is not None:
-            raise UnsupportedModelError(
-                f"{SUBJECT}: latent attention (MLA) on CUDA is computed in two forms that differ "
-                "in their last bits; drop --deterministic, or run the model with --backend cpu"
-            )
 
     def plan(
         self,
@@ -73,6 +68,27 @@ class DeterministicKernels(TritonKernels):
             qkv, norms = elementwise.norm_heads(qkv, norms, heads), NO_NORMS
         q = prefill.rope_store(qkv, norms, angles, kv, plan.tokens, heads)
         return fixed.attend(q, sinks, kv, plan, heads).flatten(1)
+
+    def mla_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        weights: MlaWeights,
+        angles: Angles,
+        kv: PagedKv,
+        plan: AttentionPlan,
+        heads: Heads,
+        index: IndexInputs | None = None,
+    ) -> Tensor:
+        """Attend in absorbed form, whatever the step: the other form would round differently."""
+        assert isinstance(plan, FixedPlan) and heads.mla is not None and index is None
+        query = q.new_empty(len(q), heads.num_heads, heads.head_dim)
+        product = per_head_fixed
+        mla_rows.store(q, k, weights, angles, kv, plan.tokens, query, None, heads, product)
+        seen = fixed.attend(query, None, kv, plan, heads)
+        out = q.new_empty(len(q), heads.num_heads, heads.mla.v_head_dim)
+        product(seen, weights.up_v.transpose(1, 2), out)
+        return out.flatten(1)
 
     def experts(
         self, routed: Routed, weights: ExpertWeights, shape: Experts, starts: Tensor

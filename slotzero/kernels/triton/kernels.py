@@ -47,6 +47,8 @@ from slotzero.kernels.types import (
     Experts,
     ExpertWeights,
     Heads,
+    IndexInputs,
+    MlaWeights,
     Normed,
     PagedKv,
     PairNorms,
@@ -72,7 +74,6 @@ class TritonKernels(Kernels):
     name = "triton"
 
     rope_angles = staticmethod(embed.rope_angles)
-    mla_attention = staticmethod(mla.mla_attention)
     apply_norm = staticmethod(elementwise.apply_norm)
     rotate_heads = staticmethod(rotate_heads)
     gate = staticmethod(elementwise.gate)
@@ -290,6 +291,19 @@ class TritonKernels(Kernels):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, step: RecurrentStep, shape: Scan
     ) -> Tensor:
         return convolution.convolve(x, weight, bias, step, shape)
+
+    def mla_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        weights: MlaWeights,
+        angles: Angles,
+        kv: PagedKv,
+        plan: AttentionPlan,
+        heads: Heads,
+        index: IndexInputs | None = None,
+    ) -> Tensor:
+        return mla.mla_attention(q, k, weights, angles, kv, plan, heads, index)
 
     def scan(
         self,

@@ -210,16 +210,22 @@ def _attend_kernel(
     q, sinks, kv_pages, page_table, kv_scales, blocks, slots, bases, seen, stands, out,
     block_of, first_of, last_of, count_of, store_of, done, partial, peaks, totals, scale,
     table_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUES_AT: tl.constexpr, ROW: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
-    TOKENS: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr, STORED_PAIRS: tl.constexpr,
-    DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, KEYS: tl.constexpr,
-    RUNS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, PARTS: tl.constexpr, PAIR_PARTS: tl.constexpr, PAIRS: tl.constexpr,
+    STORED_PAIRS: tl.constexpr, DIM_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    RUNS: tl.constexpr, EXACT: tl.constexpr, MLA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend from the tokens of a block to all of its keys or, with RUNS, to a run of chunks.
-    PARTS: programs that share a block's value dimensions."""
+
+    PARTS: programs that share a block's value dimensions; PAIR_PARTS: its pairs. A key has DIM
+    numbers and REST more, which are multiplied after them. A stored row has ROW numbers for each KV
+    head; its key begins it, and its value begins at VALUES_AT."""
     may_follow(PDL)
-    kv_head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    part, kv_head = tl.program_id(0) % PARTS, tl.program_id(0) // (PARTS * PAIR_PARTS)
+    first_pair = tl.program_id(0) // PARTS % PAIR_PARTS * PAIRS
     its_block = tl.program_id(1)
     first_chunk, last_chunk, count, store = 0, 0, 1, 0
     if RUNS:
@@ -231,9 +237,9 @@ def _attend_kernel(
         first_chunk, last_chunk = tl.load(first_of + run), tl.load(last_of + run)
         count, store = tl.load(count_of + run), tl.load(store_of + run)
     group: tl.constexpr = HEADS // KV_HEADS
-    pair, dim = tl.arange(0, PAIRS), tl.arange(0, DIM_BLOCK)
+    pair, dim = first_pair + tl.arange(0, PAIRS), tl.arange(0, DIM_BLOCK)
+    rest = DIM + tl.arange(0, REST_BLOCK)
     value_dim = part * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
-    size_of_row: tl.constexpr = DIM + VALUE_DIM
     offset, head = pair // group, kv_head * group + pair % group
     block = blocks + its_block * BLOCK_FIELDS
     wait_for_writer(PDL)
@@ -266,14 +272,18 @@ def _attend_kernel(
     pages = page_table + slot * table_stride
     key = begin + tl.arange(0, KEYS)
     page = tl.load(pages + key // PAGE, mask=key < length, other=0)
-    q_at = q + ((token + offset) * HEADS + head)[:, None] * DIM + dim[None, :]
-    query = tl.load(q_at, mask=real[:, None] & (dim < DIM)[None, :], other=0.0)
+    q_at = q + ((token + offset) * HEADS + head)[:, None] * (DIM + REST)
+    query = tl.load(q_at + dim[None, :], mask=real[:, None] & (dim < DIM)[None, :], other=0.0)
     query = as_query(query, kv_pages)  # [pairs, dim]
-    k_scale, v_scale = load_kv_scales(kv_scales)
+    rest_query = query
+    if REST > 0:
+        it_is = real[:, None] & (rest < DIM + REST)[None, :]
+        rest_query = as_query(tl.load(q_at + rest[None, :], mask=it_is, other=0.0), kv_pages)
+    k_scale, v_scale = load_kv_scales(kv_scales, MLA)
     scale *= k_scale
 
-    k_pages = kv_pages + kv_head * size_of_row
-    v_pages = k_pages + DIM
+    k_pages = kv_pages + kv_head * ROW
+    v_pages = k_pages + VALUES_AT
     all_peak, all_total = _empty_softmax(sinks, head, offset < TOKENS, PAIRS)
     all_acc = tl.zeros([PAIRS, VALUE_BLOCK], tl.float32)
     peak = tl.full([PAIRS], float("-inf"), tl.float32)
@@ -289,8 +299,7 @@ def _attend_kernel(
     for first in tl.range(begin, length, KEYS):
         key = first + tl.arange(0, KEYS)
         in_page = tl.arange(0, KEYS) % PAGE if KEYS % PAGE == 0 else key % PAGE
-        source = page.to(tl.int64) * (PAGE * KV_HEADS * size_of_row)
-        source += in_page * (KV_HEADS * size_of_row)
+        source = page.to(tl.int64) * (PAGE * KV_HEADS * ROW) + in_page * (KV_HEADS * ROW)
         known = (key < length) & (key >= low)
         if seen is not None:
             known = known & sees(key, last_base, any_bits)
@@ -303,6 +312,11 @@ def _attend_kernel(
         # The pages of the next tile are known one tile ahead, so that its loads can run ahead.
         page = tl.load(pages + (key + KEYS) // PAGE, mask=key + KEYS < length, other=0)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if REST > 0:
+            inner = known[:, None] & (rest < DIM + REST)[None, :]
+            others = tl.load(k_pages + (source[:, None] + rest[None, :]), mask=inner, other=0.0)
+            others = numbers(others, query.dtype)
+            score = tl.dot(rest_query, tl.trans(others), score, input_precision="ieee")
         unit = scale
         if SOFTCAP is not None:
             score, unit = tanh(score * scale), SOFTCAP * LOG2E
@@ -342,7 +356,7 @@ def _attend_kernel(
     if RUNS:  # noqa: SIM102  decided at compile time
         if count > 1:
             tl.debug_barrier()  # all writes of the program, then the count that publishes them
-            done += its_block * (KV_HEADS * PARTS) + tl.program_id(0)
+            done += its_block * (KV_HEADS * PARTS * PAIR_PARTS) + tl.program_id(0)
             if tl.atomic_add(done, 1, sem="acq_rel") != count - 1:
                 return
             tl.store(done, 0)  # for the next layer
@@ -370,7 +384,7 @@ def plan(
     tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None
 ) -> FixedPlan:
     group, num_tokens = heads.num_heads // heads.num_kv_heads, len(tokens.slots)
-    size = block_tokens(group, num_tokens)
+    size = block_tokens(group, num_tokens, heads)
     if rows is None:
         size, blocks = 1, tokens.slots.new_empty(num_tokens, BLOCK_FIELDS.value)
         launch(
@@ -388,11 +402,12 @@ def plan(
 
 def _runs(blocks: Tensor, pairs: int, heads: Heads, branches: Branches | None) -> KeyRuns:
     num_blocks, kv_heads, parts = len(blocks), heads.num_kv_heads, value_parts(heads)
-    spare = max(num_blocks, triton.cdiv(PROGRAMS, kv_heads * parts) - num_blocks)
+    programs = kv_heads * parts * _pair_parts(pairs, heads)
+    spare = max(num_blocks, triton.cdiv(PROGRAMS, programs) - num_blocks)
     num_runs = num_blocks + spare
     most = max(4, MOST_PARTIAL // (4 * kv_heads * pairs * heads.value_dim))
     ints = blocks.new_empty(5, num_runs + -num_runs % 4)
-    done = blocks.new_empty(num_blocks, kv_heads * parts)
+    done = blocks.new_empty(num_blocks, programs)
     partial = torch.empty(most, kv_heads, pairs, heads.value_dim, device=blocks.device)
     peak, total = torch.empty(2, most, kv_heads * parts, pairs, device=blocks.device)
     block, first, last, num, store = (of[:num_runs] for of in ints)
@@ -417,28 +432,44 @@ def attend(
     num_heads, kv_heads, dim, value_dim = (
         heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.value_dim
     )  # fmt: skip
-    group, parts, runs = num_heads // kv_heads, value_parts(heads), plan.runs
-    shape = shape_for(plan.size * group, dim, q.dtype)
+    runs, pairs = plan.runs, plan.size * (num_heads // kv_heads)
+    parts, pair_parts = value_parts(heads), _pair_parts(pairs, heads)
+    shape, rest = shape_for(min(pairs, most_pairs(heads)), dim, q.dtype), 0
+    values_at, row = dim, dim + value_dim
+    if heads.mla is not None:  # keys are [rope_dim, latent], and the latent is the value
+        rest, row, values_at = value_dim, dim, dim - value_dim
     out = torch.empty(len(q), num_heads, value_dim, dtype=q.dtype, device=q.device)
     unit = LOG2E.value if heads.softcap is None else 1 / heads.softcap
     launch(
-        _attend_kernel, (kv_heads * parts, len(plan.blocks) if runs is None else len(runs.block)),
+        _attend_kernel,
+        (kv_heads * pair_parts * parts, len(plan.blocks) if runs is None else len(runs.block)),
         q, sinks, *kv, plan.blocks, plan.tokens.slots, *(plan.branches or NO_BRANCHES), out,
         *(runs or (None,) * len(KeyRuns._fields)), heads.scale * unit, kv.page_table.stride(0),
-        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
+        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim - rest, REST=rest, VALUE_DIM=value_dim,
+        VALUES_AT=values_at, ROW=row,
         WINDOW=heads.window, CHUNKED=heads.is_chunked, SOFTCAP=heads.softcap,
-        PAGE=kv.pages.shape[1], TOKENS=plan.size, PARTS=parts, PAIRS=shape.pairs,
-        STORED_PAIRS=plan.size * group, DIM_BLOCK=padded_dim(dim),
-        VALUE_BLOCK=min(VALUE_DIMS, padded_dim(value_dim)), KEYS=shape.keys,
-        RUNS=runs is not None, EXACT=q.dtype is torch.float32,
+        PAGE=kv.pages.shape[1], TOKENS=plan.size, PARTS=parts, PAIR_PARTS=pair_parts,
+        PAIRS=shape.pairs, STORED_PAIRS=pairs, DIM_BLOCK=padded_dim(dim - rest),
+        REST_BLOCK=padded_dim(rest), VALUE_BLOCK=min(VALUE_DIMS, padded_dim(value_dim)),
+        KEYS=shape.keys,
+        RUNS=runs is not None, EXACT=q.dtype is torch.float32, MLA=heads.mla is not None,
         num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out
 
 
-def block_tokens(group: int, num_tokens: int) -> int:
+def block_tokens(group: int, num_tokens: int, heads: Heads) -> int:
     """Return the most tokens of a block in a step of that size."""
-    return max(1, (FEW_PAIRS if num_tokens <= FEW_TOKENS else MANY_PAIRS) // group)
+    return max(1, (FEW_PAIRS if num_tokens <= FEW_TOKENS else most_pairs(heads)) // group)
+
+
+def most_pairs(heads: Heads) -> int:
+    """Return the most pairs of a program. Latent heads are many, and their keys are long."""
+    return MANY_PAIRS if heads.mla is None else FEW_PAIRS
+
+
+def _pair_parts(pairs: int, heads: Heads) -> int:
+    return -(-pairs // most_pairs(heads))
 
 
 def value_parts(heads: Heads) -> int:
