@@ -3,15 +3,21 @@
 import pytest
 import torch
 from order import sum_like_a_gpu
+from recurrence import KINDS as RECURRENT
+from recurrence import Mixer, Step
 from torch.nn import functional as F
 
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.attention import fixed
+from slotzero.kernels.triton.attention.per_head_fixed import per_head_fixed
+from slotzero.kernels.triton.deterministic import DeterministicKernels
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.kernels.triton.linear import linear_fixed, tiles_fixed
 from slotzero.kernels.triton.linear.operands import Operands
 from slotzero.kernels.triton.linear.tiles_fixed import FixedTile, shares_of
-from slotzero.kernels.types import Heads, Normed, PagedKv, Rows, Tokens
+from slotzero.kernels.triton.moe import experts
+from slotzero.kernels.types import Heads, MlaShape, Normed, PagedKv, Rows, Tokens
+from slotzero.kernels.weights import DenseWeight
 
 FEATURES, INNER = 192, 1040  # in two shares, or three; the last one is not full
 EPS = 1e-3
@@ -171,9 +177,9 @@ class Texts:
 
 
 @pytest.mark.parametrize(
-    "kind", [{}, {"window": 70}, {"softcap": 2.0}], ids=["all", "window", "cap"]
+    ("kind", "is_wide"),
+    [({}, False), ({}, True), ({"window": 70}, True), ({"softcap": 2.0}, True)],
 )
-@pytest.mark.parametrize("is_wide", [False, True])
 def test_attention_of_a_token_has_the_same_bits_in_every_step(
     device, half, monkeypatch, kind, is_wide
 ):
@@ -200,3 +206,82 @@ def test_chunks_of_long_texts_are_longer(device, monkeypatch):
     monkeypatch.setattr(fixed, "FEW_TOKENS", 0)
     assert torch.equal(texts.attend([(1, 1390, 2)], span=0)[1, 1390], alone)
     assert torch.allclose(alone.float(), texts.expected(1, 1390), atol=4e-3)
+
+
+def test_experts_of_a_token_have_the_same_bits_beside_any_others(device, half):
+    torch.manual_seed(0)
+    x = torch.randn(70, 80, device=device).to(half)
+    weight = torch.randn(2, 64, 80, device=device).to(half)
+    gate_up, chosen = DenseWeight(weight, None, 64), torch.rand(70, 2).argsort().int().to(device)
+
+    def result(rows):
+        starts = chosen.new_empty(3)
+        order = experts.sort(chosen[:rows].contiguous(), starts, half, is_fixed=True)
+        assert order.is_fixed
+        made = experts.gated(x[:rows], gate_up, order, "silu")
+        at = order.order.argsort()[:2]  # of the first token's choices
+        return made[at], order.tile.rows
+
+    (alone, few), (beside, many) = result(1), result(70)
+    assert few < many and torch.equal(alone, beside)
+    gates, values = F.linear(x[0].float(), weight[chosen[0, 0].item()].float()).chunk(2)
+    assert torch.allclose(alone[0].float(), F.silu(gates) * values, rtol=2e-2, atol=2e-1)
+
+
+@pytest.mark.parametrize("inner", [24, 200])
+def test_products_of_heads_have_the_same_bits_at_any_number_of_rows(device, inner):
+    torch.manual_seed(0)
+    x = torch.randn(40, 2, inner, device=device).half()
+    weight = torch.randn(2, 70, inner, device=device).half().transpose(1, 2)
+    whole, few = torch.empty(40, 2, 70, device=device), torch.empty(3, 2, 70, device=device)
+    per_head_fixed(x, weight, whole)
+    per_head_fixed(x[:3], weight, few)
+    assert torch.equal(whole[:3], few)
+    expected = torch.einsum("rhi,hic->rhc", x.float(), weight.float())
+    assert torch.allclose(whole, expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", RECURRENT[:2], ids=lambda shape: shape.kind)
+def test_recurrent_rows_have_the_same_bits_however_they_are_cut(device, shape):
+    """As one row, as two, token by token, and beside another row; with chunks they would not."""
+    cuts = (
+        [Step([(1, 0, 19)])],
+        [Step([(1, 0, 6)]), Step([(1, 6, 13), (2, 0, 3)])],
+        [Step([(1, 0, 17)]), *(Step([(1, i, 1)], span=None) for i in (17, 18))],
+    )
+    ends = []
+    for steps in cuts:
+        mixer = Mixer(DeterministicKernels(), shape, device)
+        for step in steps:
+            out = mixer.run(step)
+        ends.append(mixer.states.scan[1])
+    assert all(torch.equal(end, ends[0]) for end in ends)
+    reference = Mixer(ReferenceKernels(), shape)
+    for step in cuts[-1]:
+        expected = reference.run(step)
+    assert torch.allclose(out, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("heads", [4, 80])
+def test_latent_attention_of_a_token_has_the_same_bits_in_every_step(device, monkeypatch, heads):
+    """80 heads are two parts, and a latent of 144 dimensions is two parts, too."""
+    torch.manual_seed(0)
+    shape = Heads(heads, 1, 160, 144, 1e-6, 0.1, mla=MlaShape(16, 16, 16))
+    pages = torch.randn(20, PAGE, 1, 160, device=device)
+    kv = PagedKv(pages, torch.arange(20, dtype=torch.int32, device=device)[None].repeat(2, 1))
+    q = torch.randn(2, heads, 160, device=device)
+    results = []
+    for programs, few, rows in ((40, 1024, None), (1, 1024, None), (1, 0, 1)):
+        monkeypatch.setattr(fixed, "PROGRAMS", programs)
+        monkeypatch.setattr(fixed, "FEW_TOKENS", few)
+        num = 1 if rows is None else 2
+        ones = torch.ones(num, dtype=torch.int32, device=device)
+        tokens = Tokens(ones, 300 + torch.arange(num, dtype=torch.int32, device=device))
+        one = ones[:1]
+        step = Rows(one, 300 * one, 2 * one, 2 * one) if rows else None
+        plan = fixed.plan(tokens, step, shape)
+        results.append(fixed.attend(q[:num], None, kv, plan, shape)[0])
+    assert all(torch.equal(result, results[0]) for result in results)
+    keys = pages.flatten(0, 2)[:301]
+    weights = (q[0] @ keys.T * 0.1).softmax(-1)
+    assert torch.allclose(results[0], weights @ keys[:, 16:], atol=1e-5)
