@@ -15,6 +15,7 @@ CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 4 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
+unexport PYTHONDONTWRITEBYTECODE  # or each process of a test compiles every module again
 .DELETE_ON_ERROR:
 .PHONY: serve help install chat test test-fast test-gpu bench certify mutate clean
 

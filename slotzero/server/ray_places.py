@@ -118,7 +118,7 @@ class RayPlaces:
                 process.add(self._task(_run_engine, first), __version__, address, words, env)
                 end, meeting = await _came(listener, key.encode(), process)
             for rank in range(1, size):
-                seconds = self._config.rank_timeout
+                seconds = self._config.node_timeout
                 process.add(self._task(_run_rank, first + rank), rank, meeting, key, seconds)
         except BaseException:
             process.kill()

@@ -8,6 +8,7 @@ j - s - 2.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple, final
 
 import torch
@@ -88,7 +89,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         losses = hidden.new_zeros(len(hidden), dtype=torch.float32)
         slopes = torch.zeros_like(hidden)
         hits = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
-        compare = _compare_fused if hidden.is_cuda else _compare
+        compare = _compare_fused() if hidden.is_cuda else _compare
         for piece in _pieces(hidden, rows):
             own, theirs = (_product(x[piece], rows) for x in (hidden, final))
             losses[piece], hits[piece], slope = compare(own, theirs)
@@ -110,7 +111,10 @@ def _compare(own: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return -(theirs * own).sum(-1), hits, (own.exp() - theirs).to(dtype)
 
 
-_compare_fused = torch.compile(_compare, dynamic=True)
+@cache
+def _compare_fused() -> Any:
+    """Return the compiled form; importing the compiler takes seconds."""
+    return torch.compile(_compare, dynamic=True)
 
 
 def _pieces(hidden: Tensor, rows: Tensor) -> Iterator[slice]:

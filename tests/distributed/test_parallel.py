@@ -42,6 +42,11 @@ LENGTHS = [1, 19, 40, 44]
 SETTINGS = {"backend": "eager", "max_num_seqs": 4, "max_num_batched_tokens": 33}
 PAGE = 2 * 16 * 2 * 16 * 4  # layers, page size, k and v, head size, float32
 SPREAD = "gpt-oss", "deepseek-v2", "deepseek-v3", "llama4"
+ATTENDING = (
+    "llama", "gemma2", "gemma3", "gemma4", "gpt-oss", "deepseek-v2", "deepseek-v3", "llama4",
+    "qwen3-next", "falcon-h1", "granite-hybrid", "nemotron-h", "kimi-linear", "lfm2",
+)  # fmt: skip
+"""Families of every kind of attention, mixer and experts."""
 AHEAD = {"speculative": "mtp", "speculative_steps": 2}
 TREE = {"speculative_topk": 2, "speculative_num_draft_tokens": 4}
 JOBS = {
@@ -63,7 +68,8 @@ JOBS = {
     "deepseek-v3-tree": ("deepseek-v3", {**SETTINGS, **AHEAD, **TREE}),
 }  # fmt: skip
 APART = {
-    **{f"{name}-apart": job for name, job in JOBS.items() if job[1] is SETTINGS},
+    **{f"{name}-apart": (name, SETTINGS) for name in ATTENDING},
+    **{f"{name}-spread-apart": (name, SETTINGS) for name in SPREAD},
     **{f"{name}-apart": JOBS[name] for name in ("deepseek-v3-mtp", "deepseek-v3-tree")},
     "gpt-oss-spread-graphs-apart": (
         "gpt-oss", {**SETTINGS, "backend": "cpu", "max_num_seqs": 1}  # one size to compile

@@ -41,7 +41,7 @@ def test_through_the_interpreter(names):
     files = [f"{FOLDER}/test_{name}.py" for name in names]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *quick, "-rp", *files],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         cwd=FOLDER.parents[2],

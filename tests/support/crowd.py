@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 from served import PATIENCE, Server
 
-NUM_CLIENTS = 50
+NUM_CLIENTS = 24
 NUM_SLOTS = 2  # of each engine, so that most clients wait
 NUM_STEADY = 4  # clients that continue while an engine restarts: more would slow it down
-PAUSE = 1.0  # seconds between a client's requests
+PAUSE = 0.2  # seconds between a client's requests
 LETTERS = {str(ord(letter)): 100 for letter in "abcdefghijklmnopqrstuvwxyz"}  # one token, one byte
 BODY: dict[str, Any] = {
     "model": "tiny:llama",
@@ -134,9 +134,9 @@ async def _abuse(url: str, victim: int, seen: Seen) -> tuple[float, float]:
 async def _until_busy(http: httpx.AsyncClient, seen: Seen) -> None:
     before = len(seen.ended_at)
     while len(seen.ended_at) < before + NUM_CLIENTS or len(seen.answers) < NUM_CLIENTS:
-        await asyncio.sleep(0.02)
-    while min(await _waiting(http)) < 5:
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
+    while min(await _waiting(http)) < 3:
+        await asyncio.sleep(0.05)
 
 
 async def _waiting(http: httpx.AsyncClient) -> list[int]:

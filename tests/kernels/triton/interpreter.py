@@ -1,6 +1,6 @@
 """Faster Triton interpreter: caches work that it would repeat for every operation.
 
-The cache depends on no kernel, and on no value that a kernel computes.
+The cache depends on no kernel, and on no tensor that a kernel computes.
 """
 
 import dataclasses
@@ -9,8 +9,18 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
+
+ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+COMPARISONS = {
+    "less_than": np.less, "less_equal": np.less_equal, "greater_than": np.greater,
+    "greater_equal": np.greater_equal, "equal": np.equal, "not_equal": np.not_equal,
+}  # fmt: skip
+BITWISE = {"and_": np.bitwise_and, "or_": np.bitwise_or, "xor_": np.bitwise_xor}
+NUMBERS = "int32", "int64", "fp32"
+BITS = "int32", "int64", "int1"
 
 
 def make_quick() -> None:
@@ -18,6 +28,10 @@ def make_quick() -> None:
     call_directly()
     remember_types()
     remember_conversions()
+    unwrap_quickly()
+    for ops, kinds in ((ARITHMETIC, NUMBERS), (COMPARISONS, NUMBERS), (BITWISE, BITS)):
+        for name, compute in ops.items():
+            compute_directly(name, compute, kinds)
     compute_no_unread_overflow()
 
 
@@ -141,6 +155,63 @@ def remember_conversions() -> None:
     semantic.broadcast_impl_value = broadcast_again
     semantic.computation_type_impl = common_again
     semantic.cast = cast_others
+
+
+def unwrap_quickly() -> None:
+    """Return at once what holds no constexpr."""
+    unwrap = tl.core._unwrap_if_constexpr
+    plain = frozenset((tl.tensor, int, float, bool, type(None)))
+    tl.core._unwrap_if_constexpr = lambda o: o if type(o) in plain else unwrap(o)
+
+
+def compute_directly(name: str, compute: np.ufunc, kinds: tuple[str, ...]) -> None:
+    """Compute an operation on two tensors of the same element type, or a tensor and a number, or a
+    pointer and an offset, without the steps that convert and broadcast them: NumPy does so too.
+
+    The first operation on two types takes these steps, and its result gives the type of the others.
+    """
+    semantic = type(interpreter.interpreter_semantic)
+    steps = getattr(semantic, name)
+    results: dict[Any, tuple[Any, Any]] = {}
+
+    def operate(self: Any, lhs: Any, rhs: Any, *more: Any, **named: Any) -> Any:
+        key, operands = operands_of(lhs, rhs)
+        if key not in results:
+            made = steps(self, lhs, rhs, *more, **named)
+            if operands is not None:
+                results[key] = made.type, made.handle.dtype
+            return made
+        type, dtype = results[key]
+        return tl.tensor(handle_of(compute(*operands), dtype), type)
+
+    def operands_of(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if isinstance(lhs, tl.tensor):
+            kind = lhs.dtype.name
+            if isinstance(rhs, tl.tensor):
+                key = lhs.type.name, rhs.type.name
+                if kind in kinds and rhs.dtype.name == kind:
+                    return key, (lhs.handle.data, rhs.handle.data)
+                if name == "add" and lhs.dtype.is_ptr() and rhs.dtype.name in ("int32", "int64"):
+                    width = max(1, lhs.dtype.element_ty.primitive_bitwidth // 8)
+                    offsets = rhs.handle.data.astype(np.uint64)
+                    return key, (lhs.handle.data, width * offsets)
+            elif kind in kinds and type(rhs) is (int if kind != "fp32" else float):
+                return (lhs.type.name, rhs), (lhs.handle.data, constant(rhs, kind))
+        return None, None
+
+    setattr(semantic, name, operate)
+
+
+@functools.cache
+def constant(value: float, kind: str) -> Any:
+    return np.array([value], {"int32": np.int32, "int64": np.int64, "fp32": np.float32}[kind])
+
+
+def handle_of(data: Any, dtype: Any) -> Any:
+    """Return a handle without checking that the data has the width of the type."""
+    handle = object.__new__(interpreter.TensorHandle)
+    handle.data, handle.dtype, handle.attr = data, dtype, {}
+    return handle
 
 
 def compute_no_unread_overflow() -> None:
