@@ -196,7 +196,8 @@ def test_attention_of_a_token_has_the_same_bits_in_every_step(
     for step in steps[1:]:
         assert torch.equal(step[at], steps[0][at])
     for place in (at, (1, 231), (1, 255), (2, 4)):
-        assert torch.allclose(steps[3][place].float(), texts.expected(*place), atol=4e-3)
+        near = 4e-3 if dtype.itemsize > 2 or INTERPRETED else 2e-2
+        assert torch.allclose(steps[3][place].float(), texts.expected(*place), atol=near)
 
 
 def test_chunks_of_long_texts_are_longer(device, monkeypatch):

@@ -363,7 +363,8 @@ def _attend_kernel(
             tl.debug_barrier()
             all_peak, all_total = _empty_softmax(sinks, head, offset < TOKENS, PAIRS)
             all_acc = tl.zeros([PAIRS, VALUE_BLOCK], tl.float32)
-            for each in range(chunk_of(all_begin), last_of_all):
+            # The loads of the next chunks run ahead.
+            for each in tl.range(chunk_of(all_begin), last_of_all, num_stages=3):
                 at = (store + each) * (KV_HEADS * STORED_PAIRS) + stored
                 from_at = partial + at[:, None] * VALUE_DIM + value_dim[None, :]
                 its_acc = tl.load(from_at, mask=within, other=0.0)

@@ -15,12 +15,11 @@ from slotzero.kernels.triton.linear import elementwise, linear_fixed, linear_qua
 from slotzero.kernels.triton.linear.operands import Operands, operands
 from slotzero.kernels.triton.linear.products import fastest, is_decoded
 from slotzero.kernels.triton.linear.round_float8 import rounded
-from slotzero.kernels.triton.linear.tiles import padded_rows
 from slotzero.kernels.triton.linear.tiles_fixed import (
-    MOST_ROWS,
     SQUARED,
     FixedTile,
     fixed_tiles_for,
+    looked_up,
     shares_of,
 )
 from slotzero.kernels.triton.linear.tune import Choices
@@ -96,11 +95,11 @@ class FixedProducts:
         rows, (features, inner) = len(given.x), given.weight.shape
         shares = 1 if activation is not None else shares_of(features, inner)
         tiles = fixed_tiles_for(rows, given.x.dtype, shares, given.group)
-        if INTERPRETED or len(tiles) == 1 or rows > MOST_ROWS:
+        if INTERPRETED or len(tiles) == 1:
             return tiles[0]
         by_name = {str(tile): tile for tile in tiles}
         kind = f"fixed {kind}" if given.x.dtype.itemsize == 2 else f"fixed float8 {kind}"
-        key = f"{card_name()}/{kind}/{features}x{inner}/{padded_rows(rows)}"
+        key = f"{card_name()}/{kind}/{features}x{inner}/{looked_up(rows)}"
 
         def run(name: str, weight: Tensor) -> None:
             timed = given._replace(weight=weight)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from slotzero.kernels.triton.launch import num_processors
-from slotzero.kernels.triton.linear.tiles import STAGED_ROWS, float8_step
+from slotzero.kernels.triton.linear.tiles import MAX_ROWS, STAGED_ROWS, float8_step, padded_rows
 
 SQUARED = 64  # features whose squares are one sum
 LEAST = 64  # features of a matrix instruction
@@ -18,7 +18,6 @@ SHARE_STEP = 256  # a share is a multiple of this, and this one of every depth
 FLOAT8_DEPTH = 128  # products of codes in float8 whose sum is rounded to float32
 LEAST_SHARE, LONG_SHARE = 256, 2048  # values of the inner dimension
 FEWEST_PROGRAMS, ENOUGH_PROGRAMS = 64, 96  # for one row, if shares are not long; if they are
-MOST_ROWS = 256  # up to here the fastest tile is looked up; tiles of more rows are all large
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,11 @@ def is_apart(tiles: int) -> bool:
     return tiles <= num_processors()
 
 
+def looked_up(rows: int) -> int:
+    """Return the row count for which a tile is chosen."""
+    return padded_rows(rows) if rows <= MAX_ROWS else 1 << (rows - 1).bit_length()
+
+
 @functools.cache
 def fixed_tiles_for(
     rows: int, dtype: torch.dtype, shares: int, group: int | None = None
@@ -72,13 +76,13 @@ def fixed_tiles_for(
         cuts = [(64, 16, 128, 5, 4), (64, 16, 256, 3, 4), (128, 16, 128, 4, 4)]
     elif rows <= STAGED_ROWS:
         cuts = [(64, 64, 128, 4, 4), (64, 32, 128, 5, 4), (128, 64, 64, 4, 4)]
-    elif rows <= MOST_ROWS:
+    elif rows <= MAX_ROWS:
         cuts = [(128, 128, 64, 4, 8), (64, 64, 128, 3, 4), (64, 128, 64, 4, 4)]
         cuts += [(256, 128, 64, 4, 8)] if shares == 1 else []
     elif shares == 1:
-        cuts = [(256, 128, 64, 4, 8)]
+        cuts = [(256, 128, 64, 4, 8), (128, 256, 64, 4, 8)]
     else:  # sums of a share and those of all shares are twice as many registers
-        cuts = [(128, 128, 64, 4, 8)]
+        cuts = [(128, 128, 64, 4, 8), (128, 64, 64, 4, 4)]
     return tuple(FixedTile(*cut) for cut in cuts)
 
 
