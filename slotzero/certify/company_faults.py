@@ -20,6 +20,7 @@ from slotzero.certify.faults.case import swapped
 from slotzero.certify.mutants import Mutant
 from slotzero.engine.engine import Engine
 from slotzero.errors import ContractError
+from slotzero.graph import GraphKey, Runner
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import Normed, Tokens
 from slotzero.kernels.weights import LinearWeight
@@ -42,8 +43,9 @@ class OrderFault(ABC):
     def inject(self, engine: Engine) -> Iterator[None]:
         kernels = engine.worker.kernels
         with ExitStack() as stack:
-            for runner in engine.worker.runners:
-                stack.enter_context(swapped(runner, "replay", runner.eager))
+            for runner in engine.worker.runners:  # nothing is recorded with the fault either
+                stack.enter_context(swapped(runner, "prepare", lambda key: None))
+                stack.enter_context(swapped(runner, "run", _eagerly(runner)))
             for name, operation in self.damaged(kernels).items():
                 stack.enter_context(swapped(kernels, name, operation))
             yield
@@ -103,6 +105,10 @@ ORDER_FAULTS: tuple[OrderFault, ...] = (
     SplitByLongest("key split that depends on the longest context"),
     AtomicSum("atomic sum"),
 )
+
+
+def _eagerly(runner: Runner) -> Callable[[GraphKey, int], None]:
+    return lambda key, num_tokens: runner.eager(key)
 
 
 def _in_parts(
