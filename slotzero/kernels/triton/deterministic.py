@@ -5,10 +5,11 @@ products, attention, experts, and recurrent layers, whose rows it scans token by
 compute each row by itself, in a launch of one shape. docs/determinism.md lists them.
 """
 
+import torch
 from torch import Tensor
 
-from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.attention_plans import AttentionPlan, FixedPlan
+from slotzero.kernels.quantized import QuantizedRows, pack_rows
 from slotzero.kernels.triton.attention import fixed, mla_rows, prefill
 from slotzero.kernels.triton.attention.per_head_fixed import per_head_fixed
 from slotzero.kernels.triton.kernels import NO_NORMS, TritonKernels
@@ -31,9 +32,7 @@ from slotzero.kernels.types import (
     Tokens,
 )
 from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights
-from slotzero.kernels.weights import DenseWeight
-
-SUBJECT = "deterministic"
+from slotzero.kernels.weights import WeightFormat
 
 
 class DeterministicKernels(TritonKernels):
@@ -41,6 +40,14 @@ class DeterministicKernels(TritonKernels):
 
     def __init__(self) -> None:
         super().__init__(FixedProducts())
+
+    def quantized_shapes(
+        self, out_features: int, in_features: int, format: WeightFormat
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return format.shapes(out_features, in_features)
+
+    def pack_quantized(self, rows: QuantizedRows, format: WeightFormat) -> dict[str, Tensor]:
+        return pack_rows(rows, format)
 
     def plan(
         self,
@@ -93,12 +100,6 @@ class DeterministicKernels(TritonKernels):
     def experts(
         self, routed: Routed, weights: ExpertWeights, shape: Experts, starts: Tensor
     ) -> Tensor:
-        for weight in (weights.gate_up, weights.down):
-            if not isinstance(weight, DenseWeight):
-                raise UnsupportedModelError(
-                    f"{SUBJECT}: quantised experts on CUDA are multiplied in an order that depends "
-                    "on their number of rows; use --quantization none, or drop --deterministic"
-                )
         rows, by_expert, chosen = (part.contiguous() for part in routed)
         order = experts.sort(chosen, starts, rows.dtype, is_fixed=True)
         inner = experts.gated(rows, weights.gate_up, order, shape.activation)

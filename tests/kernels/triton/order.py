@@ -9,6 +9,7 @@ import random
 
 import numpy as np
 import pytest
+import triton.language as tl
 from triton.runtime import interpreter
 
 STEP = 16  # products that one instruction adds up
@@ -20,12 +21,19 @@ def sum_like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _dot(self, a, b, total, input_precision, max_num_imprecise_acc):
-    left, right = (of.data.astype(np.float64) for of in (a, b))
+    left, right = (_numbers(of).astype(np.float64) for of in (a, b))
     made = total.data
     for k in range(0, left.shape[-1], STEP):
         part = np.matmul(left[..., k : k + STEP], right[..., k : k + STEP, :])
         made = (made.astype(np.float64) + part).astype(total.data.dtype)
     return interpreter.TensorHandle(made, total.dtype.scalar)
+
+
+def _numbers(operand):
+    if operand.dtype.is_fp8():
+        whole = interpreter._convert_float(operand.data, operand.dtype, tl.float16, None)
+        return whole.view(np.float16)
+    return operand.data
 
 
 def _sum(self, given):

@@ -7,17 +7,18 @@ from recurrence import KINDS as RECURRENT
 from recurrence import Mixer, Step
 from torch.nn import functional as F
 
+from slotzero.kernels.quantized import QuantizedRows, dequantise, quantise
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.attention import fixed
 from slotzero.kernels.triton.attention.per_head_fixed import per_head_fixed
 from slotzero.kernels.triton.deterministic import DeterministicKernels
 from slotzero.kernels.triton.launch import INTERPRETED
-from slotzero.kernels.triton.linear import linear_fixed, tiles_fixed
+from slotzero.kernels.triton.linear import linear_fixed, linear_quantized, tiles_fixed
 from slotzero.kernels.triton.linear.operands import Operands
 from slotzero.kernels.triton.linear.tiles_fixed import FixedTile, shares_of
 from slotzero.kernels.triton.moe import experts
 from slotzero.kernels.types import Heads, MlaShape, Normed, PagedKv, Rows, Tokens
-from slotzero.kernels.weights import DenseWeight
+from slotzero.kernels.weights import DenseWeight, QuantizedWeight, WeightFormat
 
 FEATURES, INNER = 192, 1040  # in two shares, or three; the last one is not full
 EPS = 1e-3
@@ -286,3 +287,44 @@ def test_latent_attention_of_a_token_has_the_same_bits_in_every_step(device, mon
     keys = pages.flatten(0, 2)[:301]
     weights = (q[0] @ keys.T * 0.1).softmax(-1)
     assert torch.allclose(results[0], weights @ keys[:, 16:], atol=1e-5)
+
+
+PACKED = {
+    "offsets": WeightFormat("uint4", 64, has_offsets=True),
+    "whole rows, offsets": WeightFormat("uint8", has_offsets=True),
+    "mxfp4": WeightFormat("mxfp4", 32, scale_dtype=torch.uint8),
+    "float8": WeightFormat("float8", 128, activations="float8_group"),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_weights_have_one_order_at_any_number_of_rows(device, half, name):
+    """As products and as experts; they are not stored in fragments, whose tiles follow the rows."""
+    torch.manual_seed(0)
+    format, kernels, features, inner = PACKED[name], DeterministicKernels(), 72, 256
+    rows = quantise(torch.randn(2, features, inner) * inner**-0.5, format)
+    tensors = kernels.pack_quantized(rows, format)
+    assert {n: t.shape[1:] for n, t in tensors.items()} == {
+        n: shape for n, (shape, _) in kernels.quantized_shapes(features, inner, format).items()
+    }
+
+    def weight_of(part):
+        its = {field: tensor[part].to(device) for field, tensor in tensors.items()}
+        return QuantizedWeight(**its, bias=None, out_features=features, in_features=inner,
+                               dtype=half, format=format)  # fmt: skip
+
+    x = torch.randn(40, inner, device=device).to(half)
+    one, both = weight_of(0), weight_of(slice(None))
+    results = []
+    for num in (1, 40):
+        out = torch.empty(num, features, device=device)
+        linear_quantized.product_fixed(x[:num], one, out)
+        starts, chosen = torch.empty(3, dtype=torch.int32, device=device), torch.zeros(num, 1)
+        order = experts.sort(chosen.int().to(device), starts, half, is_fixed=True)
+        results.append((out, experts.gated(x[:num], both, order, "silu")))
+    for few, many in zip(*results, strict=True):
+        assert torch.equal(few[0], many[0])
+    numbers = dequantise(QuantizedRows(*(None if t is None else t[0] for t in rows)), format)
+    expected = x.float().cpu() @ numbers.T
+    error = (results[1][0].cpu() - expected).norm() / expected.norm()
+    assert error < (0.05 if name == "float8" else 0.01)

@@ -1,8 +1,7 @@
 """Products of deterministic mode: every weight is multiplied in one order at any number of rows.
 
 It offers what `Products` offers. All tiles give the same bits, so the fastest is chosen as there.
-Weights whose codes kernels decode are unpacked before every product, since the products over codes
-cut the inner dimension by the number of rows.
+Weights whose codes kernels decode have tiles of their own, which cut no inner dimension.
 """
 
 from typing import TypeGuard
@@ -14,7 +13,6 @@ from slotzero.kernels.triton.launch import INTERPRETED, card_name
 from slotzero.kernels.triton.linear import elementwise, linear_fixed, linear_quantized
 from slotzero.kernels.triton.linear.operands import Operands, operands
 from slotzero.kernels.triton.linear.products import fastest, is_decoded
-from slotzero.kernels.triton.linear.round_float8 import rounded
 from slotzero.kernels.triton.linear.tiles_fixed import (
     SQUARED,
     FixedTile,
@@ -37,7 +35,7 @@ class FixedProducts:
 
     def adds(self, weight: LinearWeight, x: Tensor) -> TypeGuard[DenseWeight | QuantizedWeight]:
         """Return whether `add` takes this weight with these rows."""
-        return not isinstance(weight, JoinedWeight)
+        return not isinstance(weight, JoinedWeight) and not is_decoded(weight)
 
     def product(
         self, x: Normed, weight: LinearWeight, out: Tensor, slots: Tensor | None = None
@@ -49,7 +47,10 @@ class FixedProducts:
                 self.product(x, part, out[:, first : first + part.out_features], slots)
                 first += part.out_features
             return
-        given = _operands(x, weight)
+        if is_decoded(weight):
+            linear_quantized.product_fixed(elementwise.apply_norm(x), weight, out, slots)
+            return
+        given = operands(x, weight)
         tile = self._tile("linear" if slots is None else "logits", given, out, None, slots)
         linear_fixed.product(given, out, tile, slots=slots)
 
@@ -61,7 +62,7 @@ class FixedProducts:
             gates, values = joined.chunk(2, -1)
             return Normed(elementwise.gate(gates, values, activation))
         out = x.x.new_empty(len(x.x), weight.out_features // 2)
-        given = _operands(x, weight)
+        given = operands(x, weight)
         tile = self._tile("gated", given, out, activation, None)
         linear_fixed.product(given, out, tile, activation=activation)
         return Normed(out)
@@ -71,7 +72,7 @@ class FixedProducts:
         norms: ResidualNorms,
     ) -> Normed:  # fmt: skip
         """Add x times weight to the residual, in place, and norm the sum."""
-        given, rows = _operands(x, weight), len(residual)
+        given, rows = operands(x, weight), len(residual)
         scratch = torch.empty_like(residual)
         tile = self._tile("add", given, scratch, None, None)
         if not self.is_late(rows, residual.dtype):
@@ -106,13 +107,3 @@ class FixedProducts:
             linear_fixed.product(timed, out, by_name[name], activation=activation, slots=slots)
 
         return by_name[fastest(self.choices, key, tuple(by_name), given.weight, run)]
-
-
-def _operands(x: Normed, weight: DenseWeight | QuantizedWeight) -> Operands:
-    """Return what is multiplied; codes that kernels would decode are unpacked."""
-    if not is_decoded(weight):
-        return operands(x, weight)
-    unpacked = linear_quantized.unpack(weight, x.x.dtype)
-    if weight.format.activations != "plain":
-        x = Normed(rounded(x, weight))
-    return Operands(x.x, unpacked, weight.bias, x.squares, x.eps)

@@ -282,7 +282,9 @@ def _product(
             first += part.out_features
         return
     if isinstance(weights, QuantizedWeight):
-        experts_quantized.product(x, weights, order, blocks, most, out, shared, activation)
+        experts_quantized.product(
+            x, weights, order, blocks, most, out, shared, activation, is_fixed
+        )
         return
     inner, num_out, bias = weights.data.shape[2], out.shape[1], weights.bias
     launch(
