@@ -23,6 +23,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from stack import apart
 
 from slotzero.bench.clock import device_seconds
 from slotzero.bench.workloads import WORKLOADS
-from slotzero.certify.company import Guest, Round, in_company
+from slotzero.certify.company import Answer, Guest, Round, in_company, serve_alone
 from slotzero.certify.company_faults import mutate_company
 from slotzero.certify.start import start_engine
 from slotzero.config import EngineConfig
@@ -44,6 +45,7 @@ from slotzero.sampling.params import SamplingParams
 
 SECTIONS = ("kinds", "answers", "cells", "products")
 KINDS = ("llama", "gemma3", "gpt-oss", "qwen3-moe", "falcon-h1", "qwen3-next", "deepseek-v3")
+AT_ONCE = 4
 VARIANTS = ({"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_cache_dtype": "fp8"})
 MODES: tuple[dict[str, Any], ...] = ({}, {"deterministic": True})
 COLD_BYTES = 512 << 20  # of the copies of a weight: more than the L2 cache holds
@@ -88,17 +90,21 @@ def main() -> None:
 
 
 def run_kinds(args: argparse.Namespace, keep: Any) -> None:
-    for family in KINDS[:1] if args.small else KINDS:
-        for variant in VARIANTS[-1:] if args.small else VARIANTS:
-            name = f"{family}, {', '.join(variant.values())}"
-            keep("kinds", name, apart(certified, family, variant, variant is VARIANTS[0]))
+    """Several engines share the GPU: nothing is timed, and kernels are compiled on the host."""
+    cases = [(family, variant) for family in KINDS for variant in VARIANTS]
+    if args.small:  # a CPU has no 16-bit types
+        cases = [case for case in cases if "dtype" not in case[1]][:1]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        runs = [pool.submit(apart, certified, *case, case[1] is VARIANTS[0]) for case in cases]
+        for (family, variant), run in zip(cases, runs, strict=True):
+            keep("kinds", f"{family}, {', '.join(variant.values())}", run.result())
 
 
 def certified(family: str, variant: dict[str, Any], with_mutants: bool) -> dict[str, Any]:
     """Return the violations of S10 and what became of its mutants, or why the mode is refused."""
     config = EngineConfig(
         model=f"tiny:{family}", deterministic=True, skip_tokenizer_init=True, show_progress=False,
-        lazy_recording=True, max_num_seqs=7, max_num_batched_tokens=96, max_model_len=128,
+        gpu_memory_utilization=0.2, max_num_seqs=7, max_num_batched_tokens=96, max_model_len=128,
         kv_cache_memory=1 << 24, snapshot_interval=16, **variant,
     )  # fmt: skip
     try:
@@ -112,13 +118,17 @@ def certified(family: str, variant: dict[str, Any], with_mutants: bool) -> dict[
 
 
 def run_answers(args: argparse.Namespace, keep: Any) -> None:
+    prompts, tokens = (3, 8) if args.small else (args.prompts, args.tokens)
+    alone = None
     for speculative in (None, "eagle3"):
-        name = f"smollm2, {speculative or 'no'} drafts"
-        prompts, tokens = (3, 8) if args.small else (args.prompts, args.tokens)
-        keep("answers", name, apart(answered, speculative, prompts, tokens))
+        found, alone = apart(answered, speculative, prompts, tokens, alone)
+        keep("answers", f"smollm2, {speculative or 'no'} drafts", found)
 
 
-def answered(speculative: str | None, num: int, num_tokens: int) -> dict[str, Any]:
+def answered(
+    speculative: str | None, num: int, num_tokens: int, alone: list[Answer] | None
+) -> tuple[dict[str, Any], list[Answer]]:
+    """Return what differs in company from the answers alone, which are computed if not given."""
     engine = start_engine(
         EngineConfig(
             deterministic=True, show_progress=False, max_num_batched_tokens=BUDGET,
@@ -138,9 +148,9 @@ def answered(speculative: str | None, num: int, num_tokens: int) -> dict[str, An
             logprobs=2,
         )  # fmt: skip
         guests.append(Guest(prompt, params))
-    found = in_company(engine, COMPANY, guests)
-    stats = engine.speculation
-    return {
+    alone = serve_alone(engine, guests) if alone is None else alone
+    found, stats = in_company(engine, COMPANY, guests, alone), engine.speculation
+    made = {
         "prompts": num,
         "tokens": num_tokens,
         "rounds": [turn.name for turn in COMPANY],
@@ -150,25 +160,21 @@ def answered(speculative: str | None, num: int, num_tokens: int) -> dict[str, An
         "cached tokens found": engine.schedulers[0].ledger.cache.stats.num_hit_tokens,
         "drafts accepted": stats and [stats.num_accepted_tokens, stats.num_draft_tokens],
     }
+    return made, alone
 
 
 def run_cells(args: argparse.Namespace, keep: Any) -> None:
-    """Measure each workload in both modes, one right after the other."""
+    """Measure all workloads of a model in one mode and, right after it, in the other."""
+    models, workloads, more = args.models, args.workloads, dict[str, Any]()
     if args.small:
-        for mode in MODES:
-            settings = mode | {"backend": "eager", "kv_cache_memory": 1 << 26}
-            keep("cells", f"tiny {mode}", apart(measure, Path("tiny:llama"), [], "tiny", settings))
-        return
-    for model in args.models:
+        models, workloads = [Path("tiny:llama")], []
+        more = {"backend": "eager", "kv_cache_memory": 1 << 26}
+    for model in models:
         name = NAMES.get(model.name, model.name)
-        for workload in args.workloads:
-            speeds = [
-                apart(measure, model, [workload], name, mode)[f"{name}/{workload}"]
-                for mode in MODES
-            ]
-            share = round(speeds[1] / speeds[0], 3)
-            found = {"default": speeds[0], "deterministic": speeds[1], "share": share}
-            keep("cells", f"{name}/{workload}", found)
+        default, fixed = (apart(measure, model, workloads, name, mode | more) for mode in MODES)
+        for cell, speed in default.items():
+            share = round(fixed[cell] / speed, 3)
+            keep("cells", cell, {"default": speed, "deterministic": fixed[cell], "share": share})
 
 
 def run_products(args: argparse.Namespace, keep: Any) -> None:

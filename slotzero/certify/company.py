@@ -11,7 +11,7 @@ The check knows nothing of kernels. It works on one rank only, like the live san
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from slotzero.certify.faults.case import swapped
 from slotzero.certify.report import Violation
 from slotzero.engine.engine import Engine
 from slotzero.engine.request_handle import RequestHandle
+from slotzero.executor.results import RowLogprobs
 from slotzero.runners.passes import LOGPROBS, SAMPLED
 from slotzero.sampling.params import SamplingParams
 from slotzero.speculative.widths import FixedWidth
@@ -33,6 +34,11 @@ ENGINE, REQUESTS, COMPANY = "engine", "requests", "S10"
 class Guest(NamedTuple):
     prompt: list[int]
     params: SamplingParams
+
+
+class Answer(NamedTuple):
+    token_ids: list[int]
+    logprobs: list[RowLogprobs]
 
 
 class Round(NamedTuple):
@@ -61,21 +67,14 @@ def in_company(
     engine: Engine,
     rounds: Sequence[Round] = ROUNDS,
     guests: Sequence[Guest] | None = None,
+    alone: Sequence[Answer] | None = None,
 ) -> list[Violation]:
     """Serve requests, by default random ones, alone and in every round. Return the first difference
-    of each answer in each round."""
+    of each answer in each round. `alone`: the answers of another engine, if they are known."""
     guests, violations = guests or random_guests(engine), list[Violation]()
+    alone = serve_alone(engine, guests) if alone is None else alone
     cache, rng = engine.schedulers[0].ledger.cache, random.Random(0)
-    with ExitStack() as stack:
-        stack.enter_context(swapped(engine, "sanitizer", None))
-        if engine.worker.cycles:
-            width = FixedWidth(engine.limits.max_width)
-            stack.enter_context(swapped(engine.draft_widths, "policy", width))
-        alone = []
-        for i, (prompt, params) in enumerate(guests):
-            cache.clear()
-            plain = replace(params, speculative=False)
-            alone += _serve(engine, [Guest(prompt, plain)], ROUNDS[0], rng, f"alone {i} ")
+    with _undisturbed(engine):
         for turn in rounds:
             if not turn.keeps_cache:
                 cache.clear()
@@ -85,6 +84,29 @@ def in_company(
                 violations += _differences(i, turn, answer, alone[i])
         cache.clear()
     return violations
+
+
+def serve_alone(engine: Engine, guests: Sequence[Guest]) -> list[Answer]:
+    """Serve requests one by one, without cached prefixes and drafts."""
+    cache, rng, answers = engine.schedulers[0].ledger.cache, random.Random(0), list[Answer]()
+    with _undisturbed(engine):
+        for i, (prompt, params) in enumerate(guests):
+            cache.clear()
+            guest = Guest(prompt, replace(params, speculative=False))
+            answers += _serve(engine, [guest], ROUNDS[0], rng, f"alone {i} ")
+        cache.clear()
+    return answers
+
+
+@contextmanager
+def _undisturbed(engine: Engine) -> Iterator[None]:
+    """Detach the live checks, and verify as many drafts as possible."""
+    with ExitStack() as stack:
+        stack.enter_context(swapped(engine, "sanitizer", None))
+        if engine.worker.cycles:
+            width = FixedWidth(engine.limits.max_width)
+            stack.enter_context(swapped(engine.draft_widths, "policy", width))
+        yield
 
 
 def random_guests(engine: Engine, num: int = NUM_REQUESTS) -> list[Guest]:
@@ -115,7 +137,7 @@ def random_guests(engine: Engine, num: int = NUM_REQUESTS) -> list[Guest]:
 
 def _serve(
     engine: Engine, guests: Sequence[Guest], turn: Round, rng: random.Random, name: str
-) -> list[RequestHandle]:
+) -> list[Answer]:
     """Serve requests to their ends, as the round says."""
     answers: list[RequestHandle] = []
     num_steps = 0
@@ -129,12 +151,10 @@ def _serve(
             scheduler.preempt_youngest()
         engine.step()
         num_steps += 1
-    return answers
+    return [Answer(answer.token_ids, answer.logprobs) for answer in answers]
 
 
-def _differences(
-    index: int, turn: Round, answer: RequestHandle, alone: RequestHandle
-) -> Iterator[Violation]:
+def _differences(index: int, turn: Round, answer: Answer, alone: Answer) -> Iterator[Violation]:
     """Yield the first difference between an answer in company and alone."""
     right = zip(alone.token_ids, alone.logprobs, strict=True)
     made = zip(answer.token_ids, answer.logprobs, strict=True)
