@@ -198,13 +198,13 @@ def test_all_tiles_of_one_order_take_the_same_matrix_instructions(monkeypatch):
     """Compile products and attention of deterministic mode for an H200. mma.sync, which the
     compiler would choose for few rows, may sum in another order than wgmma."""
     pytest.importorskip("triton", reason="triton has no wheel for this platform")
-    from slotzero.kernels.triton.attention import fixed, prefill
+    from slotzero.kernels.triton.attention import fixed, fixed_plan, prefill
     from slotzero.kernels.triton.linear import linear_fixed, tiles_fixed
     from slotzero.kernels.triton.linear.operands import Operands
     from slotzero.kernels.types import Heads, PagedKv, Rows, Tokens
 
     compiled, ints = [], partial(torch.zeros, dtype=torch.int32)
-    for module in (linear_fixed, fixed, prefill):
+    for module in (linear_fixed, fixed, fixed_plan, prefill):
         compile_instead(monkeypatch, module, compiled)
     monkeypatch.setattr(tiles_fixed, "num_processors", lambda: 132)
     monkeypatch.setattr(fixed, "shared_memory", lambda: 227 << 10)
@@ -218,7 +218,7 @@ def test_all_tiles_of_one_order_take_the_same_matrix_instructions(monkeypatch):
     heads = Heads(32, 8, 128, 128, 1e-6, 0.1)
     kv = PagedKv(torch.empty(4, 16, 8, 256, dtype=torch.bfloat16), ints(9, 64))
     for num, rows in ((8, None), (2048, Rows(*(ints(8) for _ in range(4))))):
-        plan = fixed.plan(Tokens(ints(num), ints(num)), rows, heads)
+        plan = fixed_plan.plan(Tokens(ints(num), ints(num)), rows, heads)
         fixed.attend(torch.empty(num, 32, 128, dtype=torch.bfloat16), None, kv, plan, heads)
     products = [one for one in compiled if "wgmma" in one.asm["ptx"]]
     assert len(products) == 5

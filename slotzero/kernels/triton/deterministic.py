@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slotzero.kernels.attention_plans import AttentionPlan, FixedPlan
 from slotzero.kernels.quantized import QuantizedRows, pack_rows
-from slotzero.kernels.triton.attention import fixed, mla_rows, prefill
+from slotzero.kernels.triton.attention import fixed, fixed_plan, mla_rows, prefill
 from slotzero.kernels.triton.attention.per_head_fixed import per_head_fixed
 from slotzero.kernels.triton.kernels import NO_NORMS, TritonKernels
 from slotzero.kernels.triton.linear import elementwise
@@ -58,7 +58,7 @@ class DeterministicKernels(TritonKernels):
     ) -> AttentionPlan:
         if branches is not None:
             branches.check(tokens, rows)
-        return fixed.plan(tokens, rows, heads, branches)
+        return fixed_plan.plan(tokens, rows, heads, branches)
 
     def attention(
         self,

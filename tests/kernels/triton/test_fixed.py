@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from slotzero.kernels.quantized import QuantizedRows, dequantise, quantise
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton.attention import fixed
+from slotzero.kernels.triton.attention import fixed, fixed_plan
 from slotzero.kernels.triton.attention.per_head_fixed import per_head_fixed
 from slotzero.kernels.triton.deterministic import DeterministicKernels
 from slotzero.kernels.triton.launch import INTERPRETED
@@ -158,7 +158,7 @@ class Texts:
         if span is not None:
             slot, start, count = torch.tensor(rows, **ints).t().contiguous()
             step = Rows(slot, start, count, count.cumsum(0).int(), span)
-        plan = fixed.plan(tokens, step, self.heads)
+        plan = fixed_plan.plan(tokens, step, self.heads)
         q = self.q[[s - 1 for s, _ in places], [p for _, p in places]]
         out = fixed.attend(q, self.sinks, self.kv, plan, self.heads)
         assert plan.runs is None or not plan.runs.done.any()
@@ -186,13 +186,13 @@ def test_attention_of_a_token_has_the_same_bits_in_every_step(
 ):
     dtype = torch.float32 if is_wide else half
     texts, at = Texts(device, dtype, 300, **kind), (1, 296)
-    monkeypatch.setattr(fixed, "PROGRAMS", 12)
+    monkeypatch.setattr(fixed_plan, "PROGRAMS", 12)
     steps = [texts.attend([(1, 296, 1)])]  # alone, with its chunks spread over programs
-    monkeypatch.setattr(fixed, "PROGRAMS", 1)
+    monkeypatch.setattr(fixed_plan, "PROGRAMS", 1)
     steps.append(texts.attend([(2, 40, 1), (1, 296, 1)]))
     steps.append(texts.attend([(1, 295, 3), (2, 131, 3)], span=3))
     steps.append(texts.attend([(2, 0, 5), (1, 230, 70)], span=0))
-    monkeypatch.setattr(fixed, "FEW_TOKENS", 8)  # tiles of many pairs, each over all chunks
+    monkeypatch.setattr(fixed_plan, "FEW_TOKENS", 8)  # tiles of many pairs, each over all chunks
     steps.append(texts.attend([(1, 290, 10)], span=0))
     for step in steps[1:]:
         assert torch.equal(step[at], steps[0][at])
@@ -203,9 +203,9 @@ def test_attention_of_a_token_has_the_same_bits_in_every_step(
 
 def test_chunks_of_long_texts_are_longer(device, monkeypatch):
     texts = Texts(device, torch.float32, 1400)
-    monkeypatch.setattr(fixed, "PROGRAMS", 40)
+    monkeypatch.setattr(fixed_plan, "PROGRAMS", 40)
     alone = texts.attend([(1, 1390, 1)])[1, 1390]
-    monkeypatch.setattr(fixed, "FEW_TOKENS", 0)
+    monkeypatch.setattr(fixed_plan, "FEW_TOKENS", 0)
     assert torch.equal(texts.attend([(1, 1390, 2)], span=0)[1, 1390], alone)
     assert torch.allclose(alone.float(), texts.expected(1, 1390), atol=4e-3)
 
@@ -274,14 +274,14 @@ def test_latent_attention_of_a_token_has_the_same_bits_in_every_step(device, mon
     q = torch.randn(2, heads, 160, device=device)
     results = []
     for programs, few, rows in ((40, 1024, None), (1, 1024, None), (1, 0, 1)):
-        monkeypatch.setattr(fixed, "PROGRAMS", programs)
-        monkeypatch.setattr(fixed, "FEW_TOKENS", few)
+        monkeypatch.setattr(fixed_plan, "PROGRAMS", programs)
+        monkeypatch.setattr(fixed_plan, "FEW_TOKENS", few)
         num = 1 if rows is None else 2
         ones = torch.ones(num, dtype=torch.int32, device=device)
         tokens = Tokens(ones, 300 + torch.arange(num, dtype=torch.int32, device=device))
         one = ones[:1]
         step = Rows(one, 300 * one, 2 * one, 2 * one) if rows else None
-        plan = fixed.plan(tokens, step, shape)
+        plan = fixed_plan.plan(tokens, step, shape)
         results.append(fixed.attend(q[:num], None, kv, plan, shape)[0])
     assert all(torch.equal(result, results[0]) for result in results)
     keys = pages.flatten(0, 2)[:301]
