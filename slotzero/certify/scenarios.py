@@ -77,7 +77,7 @@ def bounds_of(engine: Engine) -> Bounds:
     in an order that depends on the batch (plain torch, and on CUDA the way in which matrix products
     and attention are split, docs/decisions/0009), so a row is bit-identical only in an identical
     batch. With more than two ranks, partial sums are added in an order that depends on their place
-    in the collective's buffer.
+    in the collective's buffer, except in deterministic mode.
 
     The layers of transformers (the bridge) are plain torch, and Inductor sums in an order of its
     own, so with the cpu backend a recording differs from eager code by rounding.
@@ -86,7 +86,8 @@ def bounds_of(engine: Engine) -> Bounds:
     if engine.limits.kv_cache_dtype == "fp8":
         rounding += _FLOAT8
     model = engine.worker.decoder
-    if model.is_batch_invariant and engine.rank_group.ranks.size <= 2:
+    ranks = engine.rank_group.ranks
+    if model.is_batch_invariant and (ranks.size <= 2 or ranks.in_order):
         return Bounds(replay=0.0, size=0.0, neighbours=0.0)
     is_exact = model.compiles_exactly or engine.limits.backend != "cpu"
     return Bounds(replay=0.0 if is_exact else rounding, size=rounding, neighbours=rounding)
