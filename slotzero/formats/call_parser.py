@@ -65,7 +65,7 @@ class CallParser:
                 return
             self._source.mark()
             may_be_bare = (yield from self._section(is_bare)) and self._form.is_bare
-            if self._is_single and self._log.num_done:
+            if self._is_single and self._log.num_calls:
                 yield from self._source.drop_rest()
                 return
 

@@ -36,7 +36,7 @@ class ChannelParser:
                 yield from self._rest()
                 return
             yield from self._message(header)
-            if self._is_single and self._log.num_done:
+            if self._is_single and self._log.num_calls:
                 yield from self._source.drop_rest()
                 return
             if not self._source.text and not (yield from self._source.more()):
