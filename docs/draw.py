@@ -124,7 +124,7 @@ def step() -> Picture:
 
 
 LAYERS: tuple[tuple[tuple[str, str], ...], ...] = (
-    (("cli/", "the command slotzero"), ("server/", "HTTP, engine processes, metrics")),
+    (("cli/", "the command slotzero"), ("server/", "HTTP APIs, engine processes")),
     (("training/", "EAGLE heads"), ("bench/", "benchmarks"), ("llm.py", "the offline API")),
     (("certify/", "proofs, mutants, live checks"),),
     (("engine/", "plan, run, commit; scheduler; output text"),),
@@ -134,6 +134,7 @@ LAYERS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("step.py, request.py", "a step, a request"), ("pools/", "slots, pages, tables, prefixes")),
     (("quantization/", "how checkpoints store quantised weights"),),
     (("kernels/", "contract, torch, cpu, triton"), ("grammars/", "structured outputs")),
+    (("formats/", "how models write reasoning and tool calls: data, parser, grammar"),),
     (("sampling/", "parameters, noise"), ("distributed/", "collectives, sockets")),
     (("graph/", "registry, runner, backends"), ("text/", "tokenizer, template")),
     (

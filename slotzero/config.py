@@ -112,6 +112,10 @@ class EngineConfig:
     snapshot_interval: int = 256
     """For models with recurrent layers: number of tokens between two snapshots of the state for the
     prefix cache, a multiple of the page size."""
+    deterministic: bool = False
+    """Make tokens and log probabilities of a request depend on its own tokens, parameters and seed
+    alone, to the bit: not on the batch, chunked prefill, the prefix cache, preemption or drafts. On
+    a GPU this takes other kernels; see docs/determinism.md."""
     speculative: str | None = None
     """Speculative decoding, which never changes an answer. The value is the drafter: eagle or
     eagle3 (a draft head), mtp (the model's own MTP layers, or its assistant), draft (a small

@@ -4,7 +4,8 @@
     ├── InvalidInputError          the input is invalid, and the caller can correct it
     │   ├── RequestError           in one request: prompt, sampling parameters
     │   │   ├── ContextError       the prompt is longer than the context
-    │   │   └── UnknownModelError  the request names a model that is not served
+    │   │   ├── UnknownModelError  the request names a model that is not served
+    │   │   └── UnknownResponseError  the request names a response that is not stored
     │   ├── ConfigError            in a setting of the engine or a flag
     │   └── ModelError             in the checkpoint
     │       ├── ModelNotFoundError
@@ -73,6 +74,10 @@ class ContextError(RequestError):
 
 
 class UnknownModelError(RequestError):
+    pass
+
+
+class UnknownResponseError(RequestError):
     pass
 
 
@@ -192,6 +197,7 @@ ERROR_OUTCOMES: Mapping[type[SlotzeroError], ErrorOutcome] = {
     RequestError: ErrorOutcome(2, 400, _INVALID),
     ContextError: ErrorOutcome(2, 400, _INVALID, "context_length_exceeded"),
     UnknownModelError: ErrorOutcome(2, 404, _INVALID, "model_not_found"),
+    UnknownResponseError: ErrorOutcome(2, 404, _INVALID, "response_not_found"),
     ConfigError: ErrorOutcome(2, *_BUG),  # a setting of the server: clients cannot correct it
     ModelError: ErrorOutcome(3, *_BUG),
     TokenizerMissingError: ErrorOutcome(3, 400, _INVALID),

@@ -19,6 +19,7 @@ lower bound until the host has their results.
 """
 
 import enum
+import hashlib
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -98,6 +99,16 @@ class Request:
     @property
     def all_token_ids(self) -> list[int]:
         return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def prefix_ids(self) -> list[int]:
+        """The tokens by which the prefix cache knows this request. With a salt the first one is
+        another number, so that only requests with the same salt share pages."""
+        ids = self.all_token_ids
+        if self.params.cache_salt:
+            digest = hashlib.sha256(self.params.cache_salt.encode(errors="surrogatepass")).digest()
+            ids[0] += (1 + int.from_bytes(digest[:8], "little")) << 32
+        return ids
 
     @property
     def num_tokens(self) -> int:

@@ -33,6 +33,7 @@ LAYERS = (
     "quantization",
     "kernels",
     "grammars",
+    "formats",
     "sampling",
     "distributed",
     "graph",

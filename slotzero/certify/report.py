@@ -16,6 +16,7 @@ CHECKS = tuple(RULES)
 LIVE_RULES = {
     "S8": "an answer equals the one recomputed from its tokens without cache, drafts or neighbours",
     "S9": "every slot and page has exactly the owners that the engine counts",
+    "S10": "a request has the same tokens and log probabilities alone and in any company",
 }
 """Rules of the checks that need live traffic. S7 is whether faults are caught, see mutants.py."""
 ORDER = ("S6", "S0", "S2", "S4", "S1", "S3", "S5")
@@ -68,15 +69,18 @@ class Certificate:
     """Runners of which some sizes were left out, with the reason."""
     num_all_sizes: int = 0
     """Number of sizes of all runners, checked or not."""
+    company: Cell | None = None
+    """The result of S10, which belongs to no size; None: it was not run."""
 
     @property
     def passed(self) -> bool:
-        return bool(self.cells) and not any(cell.violations for cell in self.cells)
+        return bool(self.cells) and not any(self.violations)
 
     @property
     def violations(self) -> Iterator[Violation]:
         sizes = self.sizes
         cells = sorted(self.cells, key=lambda c: (sizes.index(c.size), ORDER.index(c.check)))
+        cells += [] if self.company is None else [self.company]
         return (violation for cell in cells for violation in cell.violations)
 
     @property
@@ -106,6 +110,9 @@ class Certificate:
             "seconds": round(self.seconds, 3),
             "left_out": {**self.uncertified, **{f"{cell.size} {cell.check}": cell.left_out
                                                 for cell in self.cells if cell.left_out}},
+            "requests alone and in company": None
+            if self.company is None
+            else not self.company.violations,
             "failures": [asdict(violation) | {"rule": violation.rule}
                          for violation in self.violations],
         }  # fmt: skip

@@ -78,13 +78,14 @@ def bounds_of(engine: Engine) -> Bounds:
     order that depends on the batch (plain torch, and on CUDA the way in which matrix products
     and attention are split, docs/decisions/0009), so a row is bit-identical only in an identical
     batch. With more than two ranks, partial sums are added in an order that depends on their place
-    in the collective's buffer.
+    in the collective's buffer, except in deterministic mode.
     """
     rounding = _RELATIVE[engine.limits.dtype]
     if engine.limits.kv_cache_dtype == "fp8":
         rounding += _FLOAT8
     model = engine.worker.decoder
-    if model.is_batch_invariant and engine.rank_group.ranks.size <= 2:
+    ranks = engine.rank_group.ranks
+    if model.is_batch_invariant and (ranks.size <= 2 or ranks.in_order):
         return Bounds(replay=0.0, size=0.0, neighbours=0.0)
     return Bounds(replay=0.0, size=rounding, neighbours=rounding)
 

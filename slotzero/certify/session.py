@@ -3,10 +3,13 @@
 All ranks do the same at the same time, each on its own part of the model; rank 0 joins the results.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from slotzero.certify.certify import all_sizes, certify, few_checks, few_sizes, left_out
+from slotzero.certify.company import COMPANY, ENGINE, REQUESTS, in_company
+from slotzero.certify.company_faults import mutate_company
 from slotzero.certify.mutants import Mutant, mutate
 from slotzero.certify.report import CHECKS, Cell, Certificate
 from slotzero.certify.scenarios import bounds_of, scenario_for
@@ -23,8 +26,12 @@ class Findings:
 
 
 class CertifySession:
-    def __init__(self, engine: Engine, model: str, is_quick: bool) -> None:
+    def __init__(
+        self, engine: Engine, model: str, is_quick: bool, is_deterministic: bool = False
+    ) -> None:
+        """In deterministic mode, on one rank, S10 is run as well."""
         self._engine, self._is_quick = engine, is_quick
+        self._has_company = is_deterministic and not engine.worker.ranks.is_distributed
         runners = engine.worker.runners
         self.plan = list(few_sizes(runners) if is_quick else all_sizes(runners))
         num_sizes = sum(len(list(runner.all_keys())) for runner in runners)
@@ -33,11 +40,11 @@ class CertifySession:
 
     @property
     def num_cells(self) -> int:
-        return len(self.plan) * len(CHECKS)
+        return len(self.plan) * len(CHECKS) + self._has_company
 
     def certify(self, seen: Callable[[Cell], None] = lambda cell: None) -> Certificate:
         engine = self._engine
-        return certify(
+        certificate = certify(
             self.certificate,
             self.plan,
             lambda runner, key: scenario_for(engine, runner, key),
@@ -45,6 +52,14 @@ class CertifySession:
             seen,
             skipped=few_checks(self.plan) if self._is_quick else {},
         )
+        if self._has_company:
+            start = time.perf_counter()
+            violations = tuple(in_company(engine))
+            seconds = time.perf_counter() - start
+            certificate.company = Cell(ENGINE, REQUESTS, COMPANY, seconds, violations)
+            certificate.seconds += seconds
+            seen(certificate.company)
+        return certificate
 
     def mutate(self, seen: Callable[[Mutant], None] = lambda mutant: None) -> list[Mutant]:
         """Try all mutants. Returns none if a check failed before on any rank: a fault would then
@@ -52,7 +67,8 @@ class CertifySession:
         engine = self._engine
         if engine.worker.ranks.any(not self.certificate.passed):
             return []
-        return [*mutate(engine, seen), *mutate_traffic(engine, seen)]
+        mutants = [*mutate(engine, seen), *mutate_traffic(engine, seen)]
+        return [*mutants, *mutate_company(engine, seen)] if self._has_company else mutants
 
 
 def certify_rank(

@@ -110,7 +110,8 @@ def _findings(
 
     task = partial(certify_rank, is_quick=is_quick, with_mutants=with_mutants)
     with certify_ranks(config, task) as rank_group:
-        session, mutants = CertifySession(Engine(config, rank_group), config.model, is_quick), None
+        engine, mutants = Engine(config, rank_group), None
+        session = CertifySession(engine, config.model, is_quick, config.deterministic)
         bar = certify_bar(config.show_progress, session.num_cells)
         with bar as tried, rank_group.watched("certifying"):
             session.certify(lambda cell: tried(f"{cell.size} {cell.check}"))
@@ -165,6 +166,10 @@ def _print_certificate(certificate: "Certificate") -> None:
                  for c in cells]  # fmt: skip
         lines.append((size, *words, f"{sum(c.seconds for c in cells if c):.2f}"))
     _print_table(f"{certificate.model} on {certificate.backend}", ("size", *CHECKS, "s"), lines)
+    company = certificate.company
+    if company is not None:
+        outcome = "FAIL" if company.violations else "ok"
+        print(f"S10, requests alone and in company: {outcome} ({company.seconds:.2f} s)")
     for name, why in certificate.uncertified.items():
         print(f"left out: {name}: {why}")
     for size, check, why in _not_tried(certificate):

@@ -16,6 +16,8 @@ from slotzero.errors import SlotzeroError
 if TYPE_CHECKING:
     import torch
 
+    from slotzero.kernels.contract import Kernels
+
 DESCRIPTION = """\
 Show this machine's hardware and software, and which backend and kernels the engine would use and
 why."""
@@ -95,15 +97,25 @@ def _engine() -> dict[str, Any]:
 
     device, backend = choose_backend(EngineConfig())
     try:
-        kernels = kernels_for(device).name
+        kernels = kernels_for(device)
+        name, determinism = kernels.name, _determinism(kernels, device)
     except SlotzeroError as error:
-        kernels = f"broken: {error}"
+        name, determinism = f"broken: {error}", "unknown"
     return {
         "device": str(device),
         "backend": backend,
         "because": _reason(device, backend),
-        "kernels": kernels,
+        "kernels": name,
+        "deterministic": determinism,
     }
+
+
+def _determinism(kernels: "Kernels", device: "torch.device") -> str:
+    if kernels.is_batch_invariant:
+        return "always: an answer depends on its request alone"
+    if device.type == "cuda":
+        return "with --deterministic; else the last bits depend on the batch"
+    return "no: the last bits depend on the batch; install g++"
 
 
 def _reason(device: "torch.device", backend: str) -> str:

@@ -36,7 +36,7 @@ from slotzero.config import (
 )
 from slotzero.errors import ConfigError
 from slotzero.sampling.params import SamplingParams
-from slotzero.server.settings import TOOL_CALL_PARSERS, ServerSettings
+from slotzero.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerSettings
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "max_model_len": ("--context-length",),
@@ -69,6 +69,7 @@ CHOICES = {
     "sanitize_action": SANITIZE_ACTIONS,
     "speculative": DRAFTERS,
     "tool_call_parser": TOOL_CALL_PARSERS,
+    "reasoning_parser": REASONING_PARSERS,
 }
 SIZES = ("kv_cache_memory", "sliding_kv_memory", "grammar_memory", "max_request_bytes")
 ENGINE_FIELDS = tuple(

@@ -106,6 +106,13 @@ def run(args: argparse.Namespace) -> int:
         )
         connections = Connections(limit, settings)
         app = make_app(fleet, tokenizer, settings, sampling, connections)
+        tools = app.state.slotzero.tools
+        if tools.is_builtin:
+            print(
+                "the chat template does not show tools: requests with tools get Slotzero's own "
+                f"prompt for them, in the format {tools.form.name} (--tool-call-parser)",
+                flush=True,
+            )
         server = _make_server(app, settings, connections, burst)
         asyncio.run(_serve(server, app, fleet, settings, listener, address))
     if fleet.exit_code:

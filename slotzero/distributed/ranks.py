@@ -23,6 +23,9 @@ class Ranks:
     dp_attention: bool = False
     """DP attention: each rank has its own requests and computes their attention alone; MLPs process
     the tokens of all ranks."""
+    in_order: bool = False
+    """Sums over ranks are added in the order of ranks, at every place of a tensor. A collective may
+    add in another order at another place."""
 
     @property
     def is_distributed(self) -> bool:
@@ -42,6 +45,8 @@ class Ranks:
         """Return the sum over all ranks."""
         if not self.is_distributed:
             return x
+        if self.in_order:
+            return _added(self.gather(x[None]))
         ops = torch.ops._c10d_functional
         total = ops.all_reduce(x.contiguous(), "sum", self.group)
         return cast("Tensor", ops.wait_tensor(total))
@@ -59,6 +64,8 @@ class Ranks:
 
     def scatter_sum(self, x: Tensor) -> Tensor:
         """Sum [size * rows, ...] over all ranks, and return this rank's rows, [rows, ...]."""
+        if self.in_order:
+            return _added(self.exchange(x.view(self.size, -1, *x.shape[1:])))
         ops = torch.ops._c10d_functional
         part = ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
         return cast("Tensor", ops.wait_tensor(part))
@@ -85,6 +92,14 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def _added(parts: Tensor) -> Tensor:
+    """Add up parts [ranks, ...] in order."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 def norm_over(ranks: Ranks, x: Tensor, weight: Tensor, eps: float) -> Tensor:

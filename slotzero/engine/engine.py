@@ -228,6 +228,11 @@ class Engine:
         """Recount every pool."""
         self.schedulers.check()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests keep their pages."""
+        for scheduler in self.schedulers:
+            scheduler.ledger.cache.clear()
+
     def decode_plainly(self) -> None:
         """Stop verifying drafts and reusing prefixes, because one of them was wrong."""
         self.draft_widths.disable()

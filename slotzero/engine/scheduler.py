@@ -259,6 +259,17 @@ class Scheduler:
         if request.status is not RequestStatus.FINISHED:
             self.finish(request, "abort")
 
+    def preempt_youngest(self) -> Request:
+        """Take slot and pages from the youngest running request, which is computed again later."""
+        request = next(reversed(self._running.values()))
+        self._vacate(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting[request.id] = request
+        self._waiting.move_to_end(request.id, last=False)
+        return request
+
     def check(self) -> None:
         """Recount everything that is owned, and the order of the queues."""
         running, waiting = list(self._running.values()), list(self._waiting.values())
@@ -382,9 +393,7 @@ class Scheduler:
         while not self._take_pages(request, num_tokens):
             if request.num_computed < request.target:
                 return False  # a chunk, and the youngest: it waits for the others
-            youngest = next(reversed(self._running.values()))
-            self._preempt(youngest)
-            if youngest is request:
+            if self.preempt_youngest() is request:
                 return False
         return True
 
@@ -393,14 +402,6 @@ class Scheduler:
         for change in changes or ():
             self.writer.pages_changed(request, *change)
         return changes is not None
-
-    def _preempt(self, request: Request) -> None:
-        self._vacate(request)
-        request.status = RequestStatus.WAITING
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        self._waiting[request.id] = request
-        self._waiting.move_to_end(request.id, last=False)
 
     def _vacate(self, request: Request) -> None:
         del self._running[request.id]

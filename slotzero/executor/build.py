@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slotzero.config import EngineConfig
 from slotzero.errors import CapacityError
+from slotzero.executor.determinism import is_deterministic, refuse_dependence
 from slotzero.executor.limits import (
     MAX_CAPTURED_TOKENS,
     Limits,
@@ -127,14 +128,17 @@ class _Builder:
         self._whole: ModelShape = parsed
         self._model = self._whole.shard(self._ranks)
         self._registry = Registry(self._device)
-        self._kernels: Kernels = kernels_for(self._device)
+        self._kernels: Kernels = kernels_for(self._device, config.deterministic)
+        refuse_dependence(config, parsed, self._kernels, self._device)
         self._kv_dtype = choose_kv_dtype(config.kv_cache_dtype, parsed, self._kernels, self._dtype)
 
     def worker(self) -> Worker:
         loaded = self._load()
         groups = (*self._model.groups, *(loaded.drafter.groups if loaded.drafter else ()))
         shapes = group_shapes(groups, self._config.page_size, self._kv_dtype)
-        states = state_shape(loaded.decoder.config, self._device, self._dtype)
+        states = state_shape(
+            loaded.decoder.config, self._device, self._dtype, self._config.deterministic
+        )
         limits = resolve_limits(
             self._config,
             self._model,
@@ -146,6 +150,7 @@ class _Builder:
             shares_prefixes=loaded.shares_prefixes,
             weight_bytes=loaded.num_bytes,
             ranks=self._ranks,
+            is_deterministic=is_deterministic(loaded.decoder.is_batch_invariant, self._ranks),
         )
         memory = self._allocate(loaded, limits, shapes, states)
         passes = Passes(

@@ -51,7 +51,7 @@ def follow(rank: int, connection: "Connection[Any, Any]") -> None:
     rendezvous, config, task = connection.recv()
     device, _ = choose_backend(config)
     connection.send(rank)
-    how = config.enable_expert_parallel, config.enable_dp_attention
+    how = config.enable_expert_parallel, config.enable_dp_attention, config.deterministic
     rank_group = RankGroup(rendezvous.join(rank, device, *how))
     if task is not None:
         connection.send(task(config, rank_group))

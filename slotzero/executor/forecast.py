@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from slotzero.checkpoint.source import checkpoint_of
 from slotzero.config import EngineConfig
+from slotzero.executor.determinism import refuse_dependence
 from slotzero.executor.limits import (
     choose_backend,
     choose_dtype,
@@ -61,7 +62,8 @@ def forecast(config: EngineConfig) -> Forecast:
     device, backend = choose_backend(config)
     dtype = choose_dtype(config.dtype, device, checkpoint.config)
     model = parse_model(checkpoint.config, config.model_impl)
-    kernels = kernels_for(device)
+    kernels = kernels_for(device, config.deterministic)
+    refuse_dependence(config, model, kernels, device)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, model, kernels, dtype)
     for group in model.groups:
         for heads in group.shapes:
@@ -75,7 +77,7 @@ def forecast(config: EngineConfig) -> Forecast:
         if model.num_values <= MOST_TRIED:
             try_mixing(model, checkpoint.config)
     shapes = group_shapes(model.groups, config.page_size, kv_dtype)
-    states = state_shape(model, device, dtype)
+    states = state_shape(model, device, dtype, config.deterministic)
     return Forecast(
         model=checkpoint.name,
         architecture=architecture_in(checkpoint.config),

@@ -55,6 +55,8 @@ class Limits:
     enable_prefix_caching: bool
     num_snapshots: int = 0  # of recurrent states, row 0 included; 0: none are taken
     snapshot_interval: int = 0
+    is_deterministic: bool = False
+    """Tokens and log probabilities of a request depend on it alone, see docs/determinism.md."""
 
     def pools(self) -> list[KvPool]:
         """Create one pool for each KV group, and one for snapshots."""
@@ -207,6 +209,7 @@ def resolve_limits(
     shares_prefixes: bool,
     weight_bytes: int,
     ranks: Ranks,
+    is_deterministic: bool = False,
 ) -> Limits:
     """Resolve every open setting, and split the memory that is free now.
 
@@ -247,6 +250,7 @@ def resolve_limits(
         enable_prefix_caching=caches and not _keys_depend_on_prompt_len(model, length),
         num_snapshots=num_snapshots,
         snapshot_interval=config.snapshot_interval if num_snapshots else 0,
+        is_deterministic=is_deterministic,
     )
 
 
@@ -276,12 +280,17 @@ def _keys_depend_on_prompt_len(model: ModelShape, max_model_len: int) -> bool:
     return any(max_model_len > rope.original_max_position for rope in ropes)
 
 
-def state_shape(model: ModelShape, device: torch.device, dtype: torch.dtype) -> StateShape | None:
-    """Return the shape of the recurrent states, or None for a model without recurrent layers."""
+def state_shape(
+    model: ModelShape, device: torch.device, dtype: torch.dtype, is_deterministic: bool = False
+) -> StateShape | None:
+    """Return the shape of the recurrent states, or None for a model without recurrent layers. In
+    deterministic mode they are not rounded between two steps, as they are not within one."""
     if model.recurrent is None:
         return None
     mixer = model.recurrent.mixer
     wanted = getattr(torch, mixer.state_dtype)
+    if is_deterministic:
+        wanted = torch.float32
     scan_dtype = dtype if device.type == "cpu" else wanted
     return StateShape(len(model.recurrent.layers), mixer.scan, dtype, scan_dtype)
 

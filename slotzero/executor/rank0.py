@@ -115,7 +115,11 @@ class Rank0(RemoteRanks):
                 secure_socket.wait_at_most(connection, config.rank_timeout, [socket.SO_SNDTIMEO])
             self._await_others(config.rank_timeout)
             self.ranks = rendezvous.join(
-                0, device, config.enable_expert_parallel, config.enable_dp_attention
+                0,
+                device,
+                config.enable_expert_parallel,
+                config.enable_dp_attention,
+                config.deterministic,
             )
 
     @property

@@ -114,6 +114,7 @@ class Rendezvous:
         device: torch.device,
         expert_parallel: bool = False,
         dp_attention: bool = False,
+        in_order: bool = False,
     ) -> Ranks:
         """Join the process group, and wait for all ranks."""
         from torch import distributed
@@ -139,7 +140,7 @@ class Rendezvous:
         )
         group = distributed.group.WORLD
         assert group is not None
-        return Ranks(rank, self.size, group.group_name, expert_parallel, dp_attention)
+        return Ranks(rank, self.size, group.group_name, expert_parallel, dp_attention, in_order)
 
 
 def interface_towards(host: str) -> str:

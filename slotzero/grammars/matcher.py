@@ -13,14 +13,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from slotzero.formats.lark import JSON_SPACE
 from slotzero.sampling.structured import Kind
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 WORD_BITS = 32
-# JSON allows any amount of white space between tokens, and a weak model can generate it endlessly.
-_JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 _NO_END = "<|no end of sequence|>"
 
 
@@ -158,9 +157,23 @@ def _compiler(vocabulary: GrammarVocabulary, kind: Kind, text: str) -> Callable[
                 source = LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
             case "json_schema" | "json_object":
                 source = LLMatcher.grammar_from_json_schema(
-                    text, defaults={"whitespace_pattern": _JSON_SPACE}
+                    text, defaults={"whitespace_pattern": JSON_SPACE}
                 )
+            case "grammar":
+                source = LLMatcher.grammar_from_lark(_lark(text))
     except ValueError as error:
         raise ValueError(first_line(error)) from None
     limits = LLParserLimits(verbose_errors=False)
     return functools.partial(LLMatcher, vocabulary.tokenizer, source, log_level=0, limits=limits)
+
+
+def _lark(text: str) -> str:
+    """Return a grammar in Lark, converted from EBNF if it is written in that."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except ValueError:
+        raise
+    except Exception as error:  # the converter raises plain exceptions
+        raise ValueError(f"not a grammar in Lark or EBNF: {error}") from None

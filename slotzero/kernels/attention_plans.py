@@ -75,6 +75,31 @@ class PrefillPlan(NamedTuple):
     branches: Branches | None
 
 
+class KeyRuns(NamedTuple):
+    """Runs of chunks of each block's keys, [runs] each, and scratch to merge the chunks."""
+
+    block: Tensor  # -1: unused
+    first: Tensor  # its first chunk
+    last: Tensor  # one past its last chunk
+    num: Tensor  # number of runs of its block
+    store: Tensor  # where chunk 0 of the block would be in the scratch
+    done: Tensor  # [blocks, programs]: runs that are finished; 0 between layers
+    partial: Tensor  # [stored chunks, kv_heads, pairs, value_dim] float32
+    peak: Tensor  # [stored chunks, programs, pairs] float32
+    total: Tensor
+
+
+class FixedPlan(NamedTuple):
+    """Rows of any kind, cut into blocks of tokens, whose keys are cut into chunks at positions that
+    do not depend on the step."""
+
+    tokens: Tokens
+    blocks: Tensor  # as in PrefillPlan
+    size: int  # most tokens of a block
+    branches: Branches | None
+    runs: KeyRuns | None  # None: a program takes all keys of its block
+
+
 class MlaPlan(NamedTuple):
     """MLA rows, or blocks of ragged ones, whose contexts are cut into chunks."""
 
@@ -97,4 +122,6 @@ class MlaPlan(NamedTuple):
     own: Tensor | None  # blocks of mla_prefill.py; None: all keys are read from the pages
 
 
-AttentionPlan = TorchPlan | DecodePlan | StreamKPlan | VerifyPlan | PrefillPlan | MlaPlan
+AttentionPlan = (
+    TorchPlan | DecodePlan | StreamKPlan | VerifyPlan | PrefillPlan | FixedPlan | MlaPlan
+)

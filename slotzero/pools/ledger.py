@@ -52,7 +52,7 @@ class PageHolder(Protocol):
     @property
     def num_tokens(self) -> int: ...
     @property
-    def all_token_ids(self) -> list[int]: ...
+    def prefix_ids(self) -> list[int]: ...
 
 
 class PageChange(NamedTuple):
@@ -218,7 +218,7 @@ class PageLedger:
         elif self.enable_prefix_caching:
             # At least one token must be computed: the first sample needs its logits.
             limit = request.num_tokens - 1
-            request.lookup = self.cache.look_up(request.all_token_ids, limit)
+            request.lookup = self.cache.look_up(request.prefix_ids, limit)
         else:
             request.lookup = self.cache.look_up((), 0)
         return request.lookup
@@ -271,7 +271,7 @@ class PageLedger:
             request.num_paged = min(map(len, request.pages)) * self.page_size
 
     def _cacheable(self, request: PageHolder) -> list[int]:
-        return request.all_token_ids[: request.num_computed - request.num_behind]
+        return request.prefix_ids[: request.num_computed - request.num_behind]
 
     def _check_pages(self, request: PageHolder) -> None:
         if not request.num_computed <= request.num_paged:

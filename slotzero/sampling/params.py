@@ -66,6 +66,10 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     """Structure that the answer must have. The answer ends with it, regardless of ignore_eos."""
 
+    cache_salt: str | None = None
+    """Only requests with the same salt share cached prefixes, so that none can find out by the time
+    to the first token what another has asked."""
+
     speculative: bool = True
     """Whether the engine may use speculative decoding, if it is enabled; answers do not change."""
 
@@ -83,6 +87,8 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _check_number("stop_token_ids", token, integer=True)
         object.__setattr__(self, "logit_bias", _token_keys(self.logit_bias or {}))
+        if not isinstance(self.cache_salt, str | None) or len(self.cache_salt or "") > 256:
+            raise _refused("cache_salt", self.cache_salt, "must be a string of at most 256")
         structure = structured_outputs(self.structured_outputs)
         object.__setattr__(self, "structured_outputs", structure)
         for name, ok, rule in self._rules():

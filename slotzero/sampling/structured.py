@@ -5,6 +5,7 @@ and text share a grammar.
 """
 
 import json
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from typing import Any, Literal
 
 from slotzero.errors import RequestError
 
-Kind = Literal["json_schema", "json_object", "regex", "choice"]
-KINDS: tuple[Kind, ...] = ("json_schema", "json_object", "regex", "choice")
+Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+KINDS: tuple[Kind, ...] = ("json_schema", "json_object", "regex", "choice", "grammar")
 NAMES = (*KINDS, "json")
 
 
@@ -29,6 +30,8 @@ class StructuredOutputs:
     """The whole answer matches this regular expression (Rust's syntax: no look-around)."""
     choice: Sequence[str] | None = None
     """The answer is one of these strings."""
+    grammar: str | None = None
+    """The whole answer follows this grammar: Lark (`start: ...`) or EBNF (`root ::= ...`)."""
     json: str | Mapping[str, Any] | None = None
     """vLLM's name for json_schema; its value is moved there."""
 
@@ -36,6 +39,7 @@ class StructuredOutputs:
         for name, ok, rule in (
             ("json_object", isinstance(self.json_object, bool | None), "must be true"),
             ("regex", self.regex is None or isinstance(self.regex, str), "must be a string"),
+            ("grammar", self.grammar is None or isinstance(self.grammar, str), "must be a string"),
             ("choice", self.choice is None or _is_texts(self.choice), "must be a list of strings"),
             ("choice", self.choice is None or self.choice, "is empty; it needs at least one entry"),
         ):
@@ -47,6 +51,8 @@ class StructuredOutputs:
             raise structure_error(f"must have exactly one of {', '.join(NAMES)}, got {got}")
         if self.regex is not None:
             _check_unicode("regex", self.regex)
+        if self.grammar is not None:
+            _check_unicode("grammar", self.grammar)
         if self.choice is not None:
             for i, text in enumerate(self.choice):
                 _check_unicode(f"choice[{i}]", text)
@@ -62,7 +68,7 @@ class StructuredOutputs:
 
     @property
     def text(self) -> str:
-        """The schema or the regular expression, or the choices as a JSON list."""
+        """The schema, regular expression or grammar, or the choices as a JSON list."""
         match self.kind:
             case "json_schema":
                 return str(self.json_schema)
@@ -72,6 +78,13 @@ class StructuredOutputs:
                 return str(self.regex)
             case "choice":
                 return json.dumps(self.choice)
+            case "grammar":
+                return str(self.grammar)
+
+    @property
+    def is_lark(self) -> bool:
+        """Whether the grammar is written in Lark, not in EBNF."""
+        return re.search(r"(?m)^\s*(%llguidance\b|start\s*:)", self.grammar or "") is not None
 
 
 def structured_outputs(given: object) -> StructuredOutputs | None:

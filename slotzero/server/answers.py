@@ -7,8 +7,9 @@ The rule: a token's log probability is sent once its text is final, and never if
 the end of the sequence removed its text.
 """
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,8 @@ class TextDelta:
     finish_reason: str | None
     num_tokens: int
     """Tokens of the answer so far, including those whose text is held back."""
+    token_ids: list[int] = field(default_factory=list)
+    """New tokens, including the one that ended the answer."""
 
     def __add__(self, later: "TextDelta") -> "TextDelta":
         return TextDelta(
@@ -64,6 +67,7 @@ class TextDelta:
             self.rows + later.rows,
             later.finish_reason,
             later.num_tokens,
+            self.token_ids + later.token_ids,
         )
 
 
@@ -74,6 +78,7 @@ class AnswerBuilder:
         self.request = request
         self._text = OutputText(tokenizer, request.params, eos_token_ids)
         self._rows: deque[tuple[TokenRow, int]] = deque()  # with the end of their text
+        self._starts: list[int] = []  # where the text of each token begins; never decreases
         self.num_cached = 0
         self.finish_reason: str | None = None
 
@@ -86,14 +91,27 @@ class AnswerBuilder:
         for token, span, values in zip(grown.token_ids, spans, grown.logprobs, strict=False):
             if not span.is_hidden:
                 self._rows.append((TokenRow(token, span.start, values), span.end))
+        self._starts += [span.start for span in spans]
         self.finish_reason = grown.finish_reason if self._text.stop is None else "stop"
-        return self._delta()
+        return self._delta(grown.token_ids[: len(spans)])
 
     @property
     def num_tokens(self) -> int:
         return self._text.num_tokens
 
-    def _delta(self) -> TextDelta:
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._text.stop
+
+    def num_tokens_within(self, spans: Sequence[tuple[int, int]]) -> int:
+        """Return the number of tokens whose text begins in one of these parts of the text."""
+        return sum(
+            bisect_left(self._starts, end) - bisect_left(self._starts, start)
+            for start, end in spans
+        )
+
+    def _delta(self, token_ids: list[int]) -> TextDelta:
         is_over = self.finish_reason is not None
         num_final, text = self._text.num_final, self._text.take()
         rows = []
@@ -101,4 +119,6 @@ class AnswerBuilder:
             row, end = self._rows.popleft()
             if not is_over or row.offset < num_final or row.offset == end:
                 rows.append(row)
-        return TextDelta(self.request.index, text, rows, self.finish_reason, self.num_tokens)
+        return TextDelta(
+            self.request.index, text, rows, self.finish_reason, self.num_tokens, token_ids
+        )

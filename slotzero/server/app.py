@@ -1,7 +1,7 @@
 """The HTTP application: routes and error replies.
 
 It starts the engines when it starts, and stops them when it ends. The rule: every error reply has
-OpenAI's shape, and names the wrong field if there is one.
+the shape of the API of its path, and names the wrong field if there is one.
 """
 
 import sys
@@ -13,26 +13,30 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 
 from slotzero import __version__
 from slotzero.errors import SlotzeroError
 from slotzero.server.app_state import AppState
 from slotzero.server.connections import Connections, Tracked
-from slotzero.server.gate import GateMiddleware, json_bytes, log
+from slotzero.server.gate import GateMiddleware, log
 from slotzero.server.generation import Client
 from slotzero.server.metrics import Metrics
+from slotzero.server.routes_anthropic import anthropic_routes
 from slotzero.server.routes_engine import engine_routes
+from slotzero.server.routes_ollama import ollama_routes
 from slotzero.server.routes_openai import openai_routes
+from slotzero.server.routes_responses import responses_routes
 from slotzero.server.settings import ServerSettings
 from slotzero.server.status import (
     BUG,
     HTTP,
     INVALID,
     HttpStatus,
-    error_body,
-    error_reply,
+    error_parts,
     retry_after,
 )
+from slotzero.server.stream_format import json_bytes, shape_of
 from slotzero.text.tokenizer import Tokenizer
 
 
@@ -59,12 +63,16 @@ def make_app(
         finally:
             await client.drain(settings.grace)
             await client.stop()
+            state.responses.close()
 
     app = FastAPI(
         title="Slotzero", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.slotzero = state
     app.include_router(openai_routes(state))
+    app.include_router(responses_routes(state))
+    app.include_router(anthropic_routes(state))
+    app.include_router(ollama_routes(state))
     app.include_router(engine_routes(state))
     _tell_errors(app, state)
     app.add_middleware(
@@ -78,8 +86,8 @@ def make_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.allowed_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(Tracked)
@@ -87,29 +95,44 @@ def make_app(
 
 
 def _tell_errors(app: FastAPI, state: AppState) -> None:
-    def refuse(status: HttpStatus, body: Any, headers: dict[str, str] | None = None) -> Response:
+    def refuse(
+        request: Request,
+        status: HttpStatus,
+        message: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Response:
         state.metrics.refused(status.code)
+        body = shape_of(request.url.path).error(status, message, param)
         return Response(json_bytes(body), status.code, headers, "application/json")
 
     @app.exception_handler(SlotzeroError)
     async def on_error(request: Request, error: Exception) -> Response:
-        status, body = error_reply(error)
+        status, message, param = error_parts(error)
         if status is BUG:
             log.error("request %s failed", request.state.request_id, exc_info=error)
-        return refuse(status, body, retry_after(error))
+        return refuse(request, status, message, param, retry_after(error))
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         param, message = field_and_message(error.errors(), error.body)
-        return refuse(HTTP[400], error_body(HTTP[400], message, param))
+        return refuse(request, HTTP[400], message, param)
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         status = HTTP.get(error.status_code, HttpStatus(error.status_code, INVALID))
         headers = dict(error.headers or {})
-        return refuse(status, error_body(status, http_message(request, error)), headers)
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(sorted(_methods(app, request)))
+        return refuse(request, status, http_message(request, error), headers=headers)
+
+
+def _methods(app: FastAPI, request: Request) -> set[str]:
+    """Return the methods of all routes of this path; the framework names those of the first."""
+    found = [route for route in app.router.routes if route.matches(request.scope)[0] != Match.NONE]
+    return {method for route in found for method in getattr(route, "methods", None) or ()}
 
 
 def http_message(request: Request, error: HTTPException) -> str:

@@ -3,6 +3,7 @@
 It knows no single request.
 """
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,9 +13,12 @@ from slotzero.errors import ContextError, UnknownModelError
 from slotzero.server.answers import GenerationRequest
 from slotzero.server.generation import Client, Generation
 from slotzero.server.metrics import Metrics
+from slotzero.server.response_store import response_store
 from slotzero.server.settings import ServerSettings
-from slotzero.server.tools import choose_format
+from slotzero.server.tool_support import reasoning_of, tool_support
 from slotzero.text.tokenizer import Tokenizer
+
+log = logging.getLogger("slotzero.server")
 
 
 class AppState:
@@ -33,11 +37,14 @@ class AppState:
         self.sampling = sampling
         self.started_at = int(time.time())
         self.names = settings.served_model_name or (DEFAULT_MODEL,)
-        self.call_format = choose_format(settings.tool_call_parser, tokenizer.tool_template)
+        template = tokenizer.tool_template
+        self.tools = tool_support(settings.tool_call_parser, template)
+        self.reasoning = reasoning_of(settings.reasoning_parser, template)
         self._max_token_len = max(
             len(tokenizer.decode([token], skip_special_tokens=False))
             for token in range(tokenizer.vocab_size)
         )
+        self.responses = response_store(settings.response_store, settings.max_stored_responses)
         self.is_closing = False
         """Set when the server shuts down, to end streams that would never end by themselves."""
 
@@ -78,6 +85,10 @@ class AppState:
                 f"{param}: {len(tokens)} tokens do not fit into the context of {limit}{rest}",
                 param,
             )
+
+    def log_prompt(self, request_id: str, prompt: Any) -> None:
+        if self.settings.log_requests:
+            log.info("%s: prompt: %r", request_id, prompt)
 
     async def run(self, requests: Sequence[GenerationRequest]) -> Generation:
         self.metrics.arrived()

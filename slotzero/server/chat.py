@@ -1,8 +1,11 @@
-"""Chat completions: answers as messages with tool calls, whole or streamed."""
+"""Chat completions: answers as messages with reasoning and tool calls, whole or streamed."""
 
 from collections.abc import Iterator
 
-from slotzero.server.answers import TextDelta, TokenRow
+from slotzero.formats.events import Called, Event, Said, Thought
+from slotzero.server.answer import Answer, num_reasoning_tokens
+from slotzero.server.answer_plan import AnswerPlan
+from slotzero.server.answers import TextDelta
 from slotzero.server.generation import Generation
 from slotzero.server.logprobs import chat_logprobs
 from slotzero.server.protocol import ChatRequest
@@ -14,82 +17,52 @@ from slotzero.server.replies import (
     Delta,
     FunctionCall,
     ToolCallReply,
+    Usage,
     head,
 )
-from slotzero.server.tool_calls import Called, Event, Said
-from slotzero.server.tools import ToolPlan
+from slotzero.server.stream_format import OPENAI, Shape
 from slotzero.server.usage import StreamUsage, usage
 from slotzero.text.tokenizer import Tokenizer
 
 
-class _ChatChoice:
-    """One answer so far."""
+class _ChatChoice(Answer):
+    """One answer, and how much of it was sent."""
 
-    def __init__(self, plan: ToolPlan) -> None:
-        self._parser = plan.parser()
-        self._is_single = plan.is_single
-        self.text = ""
-        self.calls: list[tuple[str, str, str]] = []  # id, name, arguments
-        self.rows: list[TokenRow] = []
-        self.num_rows_sent = 0
-        self.has_begun = False
-        self.finish_reason: str | None = None
-
-    def take(self, delta: TextDelta) -> list[Event]:
-        """Add a delta, and return its events in order."""
-        self.rows += delta.rows
-        events: list[Event] = [Said(delta.text)] if delta.text else []
-        if self._parser is not None:
-            events = self._parser.push(delta.text)
-            if delta.finish_reason is not None:
-                events += self._parser.close()
-        for event in events:
-            self._add(event)
-        self.finish_reason = self._reason(delta.finish_reason)
-        return events
-
-    def _add(self, event: Event) -> None:
-        if isinstance(event, Said):
-            self.text += event.text
-        elif isinstance(event, Called):
-            self.calls.append((event.id, event.name, ""))
-        else:
-            call_id, name, arguments = self.calls[event.index]
-            self.calls[event.index] = (call_id, name, arguments + event.text)
-
-    def _reason(self, reason: str | None) -> str | None:
-        """Return the finish reason; "tool_calls" only if all calls are complete."""
-        parser = self._parser
-        if parser is None or not parser.num_calls:
-            return reason
-        if self._is_single and parser.num_done:
-            reason = "stop"
-        is_whole = parser.num_whole == parser.num_calls
-        return "tool_calls" if reason == "stop" and is_whole else reason
+    has_begun = False
+    num_rows_sent = 0
+    num_tokens_sent = 0
 
 
 class ChatWriter:
-    def __init__(self, body: ChatRequest, tokenizer: Tokenizer, plan: ToolPlan, model: str) -> None:
+    shape: Shape = OPENAI
+
+    def __init__(
+        self, body: ChatRequest, tokenizer: Tokenizer, plan: AnswerPlan, model: str
+    ) -> None:
         """`model`: the name in replies, whichever of the model's names the request used."""
         self._tokenizer = tokenizer
         self._num_top = body.top_logprobs or 0
         self._has_logprobs = bool(body.logprobs)
-        self._choices = [_ChatChoice(plan) for _ in range(body.n or 1)]
+        self._shows_reasoning = body.include_reasoning
+        self._shows_tokens = bool(body.return_token_ids)
+        self._prompt = plan.requests[0].prompt
+        self._has_reasoning = plan.has_reasoning
+        self._choices = [_ChatChoice(plan.form) for _ in plan.requests]
         self._usage = StreamUsage(body.stream_options)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._head = head("chatcmpl", kind, model)
+        self._head = head("chatcmpl", kind, model, body.request_id)
 
     def add(self, delta: TextDelta) -> None:
         self._choices[delta.index].take(delta)
 
-    def chunks(self, delta: TextDelta, generation: Generation) -> Iterator[ChatChunk]:
+    def chunks(self, delta: TextDelta, generation: Generation) -> Iterator[bytes]:
         choice = self._choices[delta.index]
         if choice.finish_reason is not None:
             return
         for message, reason in self._messages(choice, delta):
             chunk = self._chunk(delta.index, message, reason)
             self._usage.put(chunk, generation.answers)
-            yield chunk
+            yield self.shape.event(chunk.json_bytes())
 
     def _messages(
         self, choice: _ChatChoice, delta: TextDelta
@@ -99,21 +72,27 @@ class ChatWriter:
             yield Delta(role="assistant", content="", refusal=None), None
         self._usage.count(delta)
         for event in choice.take(delta):
-            yield _message_of(event), None
+            if not isinstance(event, Thought) or self._shows_reasoning:
+                yield _message_of(event), None
         if choice.finish_reason is not None:
             yield Delta(), choice.finish_reason
 
     def is_enough(self, index: int) -> bool:
         return self._choices[index].finish_reason is not None
 
-    def last_chunk(self, generation: Generation) -> ChatChunk | None:
-        if not self._usage.has_last:
-            return None
-        return ChatChunk(choices=[], usage=usage(generation.answers), **self._head)
+    def last_chunks(self, generation: Generation) -> Iterator[bytes]:
+        if self._usage.has_last:
+            chunk = ChatChunk(choices=[], usage=self._counts(generation), **self._head)
+            yield self.shape.event(chunk.json_bytes())
 
     def whole(self, generation: Generation) -> ChatReply:
         choices = [self._whole_choice(i, choice) for i, choice in enumerate(self._choices)]
-        return ChatReply(choices=choices, usage=usage(generation.answers), **self._head)
+        return ChatReply(choices=choices, usage=self._counts(generation), **self._head)
+
+    def _counts(self, generation: Generation) -> Usage:
+        if not self._has_reasoning:
+            return usage(generation.answers)
+        return usage(generation.answers, num_reasoning_tokens(self._choices, generation.answers))
 
     def _chunk(self, index: int, delta: Delta, finish_reason: str | None) -> ChatChunk:
         choice = ChatChunkChoice(
@@ -124,32 +103,44 @@ class ChatWriter:
         if self._has_logprobs and rows:
             choice.logprobs = chat_logprobs(self._tokenizer, rows, self._num_top)
             state.num_rows_sent += len(rows)
+        if self._shows_tokens:
+            choice.token_ids = state.token_ids[state.num_tokens_sent :]
+            if not state.num_tokens_sent and not choice.token_ids:
+                choice.prompt_token_ids = self._prompt
+            state.num_tokens_sent = len(state.token_ids)
         return ChatChunk(choices=[choice], **self._head)
 
     def _whole_choice(self, index: int, choice: _ChatChoice) -> ChatChoice:
         message = Delta(role="assistant", content=choice.text, refusal=None)
+        if choice.reasoning and self._shows_reasoning:
+            message.reasoning_content = message.reasoning = choice.reasoning
         if choice.calls:
             message.content = choice.text or None
             message.tool_calls = [
                 ToolCallReply(
-                    id=call_id,
+                    id=call.id,
                     type="function",
-                    function=FunctionCall(name=name, arguments=arguments),
+                    function=FunctionCall(name=call.name, arguments=call.arguments),
                 )
-                for call_id, name, arguments in choice.calls
+                for call in choice.calls
             ]
         logprobs = None
         if self._has_logprobs:
             logprobs = chat_logprobs(self._tokenizer, choice.rows, self._num_top)
         assert choice.finish_reason is not None
-        return ChatChoice(
+        made = ChatChoice(
             index=index, message=message, logprobs=logprobs, finish_reason=choice.finish_reason
         )
+        if self._shows_tokens:
+            made.token_ids, made.prompt_token_ids = choice.token_ids, self._prompt
+        return made
 
 
 def _message_of(event: Event) -> Delta:
     if isinstance(event, Said):
         return Delta(content=event.text)
+    if isinstance(event, Thought):
+        return Delta(reasoning_content=event.text, reasoning=event.text)
     if isinstance(event, Called):
         function = FunctionCall(name=event.name, arguments="")
         call = ToolCallReply(index=event.index, id=event.id, type="function", function=function)

@@ -44,6 +44,7 @@ from slotzero.server.messages import (
     Loading,
     Progress,
     Refused,
+    ResetPrefixCache,
     Stats,
     TokenDelta,
     frame,
@@ -401,6 +402,11 @@ class EngineClient:
     def _cancel(self, number: str) -> None:
         if self._forget(number) is not None:
             self._send_cancel(number)
+
+    def reset_prefix_cache(self) -> None:
+        """An engine that is not ready has no prefixes to forget."""
+        if self._writer is not None and self.state == "ready":
+            self._writer.write(frame(ResetPrefixCache()))
 
     def _send_cancel(self, number: str) -> None:
         if self._writer is not None:

@@ -1,66 +1,87 @@
-"""Messages and tools as clients send them. tools.py knows how they are written into a prompt."""
+"""One request for an answer, whichever of the APIs it came from.
 
-from typing import Annotated, Any, Literal
+Chat completions, Responses, Messages and Ollama's chat convert their requests to a Conversation;
+answer_plan.py makes a prompt and a format of it. It knows neither tokens nor the model.
 
-from pydantic import BaseModel, ConfigDict, Field
+The rule: errors name the client's own field, so a conversation knows what it is called there.
+"""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-class RequestModel(BaseModel):
-    """Base of all request models: no type conversions, and no unknown fields."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
-
-
-class Function(RequestModel):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+from slotzero.sampling.structured import StructuredOutputs
 
 
-class Tool(RequestModel):
-    type: Literal["function"]
-    function: Function
+@dataclass(frozen=True)
+class ToolSpec:
+    """A function that the model may call."""
 
-
-class FunctionName(RequestModel):
     name: str
+    schema: Mapping[str, Any] | None
+    """JSON schema of its arguments."""
+    is_strict: bool
+    shown: Mapping[str, Any]
+    """The tool as chat templates expect it."""
 
 
-class NamedTool(RequestModel):
-    type: Literal["function"]
-    function: FunctionName
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a request, and what the model may do with them."""
+
+    specs: Sequence[ToolSpec] = ()
+    choice: str = "auto"
+    """auto, none, required, or `named` for the tool `name`."""
+    name: str = ""
+    is_parallel: bool = True
 
 
-class CalledFunction(RequestModel):
-    name: str
-    arguments: str
+ANY = "any"
+"""An effort that leaves it to the template how much to reason."""
 
 
-class ToolCall(RequestModel):
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    index: int | None = None  # some clients send a streamed call back unchanged
+@dataclass(frozen=True)
+class TemplateOptions:
+    """What a request tells the chat template, besides messages and tools."""
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    effort: str | None = None
+    """How much to reason; `none` switches reasoning off. None: as the template does by itself."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template: str | None = None
+    """A template in place of the model's."""
+    max_prompt_tokens: int | None = None
+    """Keep only the last tokens of the prompt."""
 
 
-class TextPart(RequestModel):
-    type: Literal["text"]
-    text: str
+@dataclass(frozen=True)
+class Structure:
+    """The structure that a request wants its answer to have."""
+
+    field: str
+    """The client's name of the field."""
+    params: Mapping[str, Any]
+    """The fields of StructuredOutputs."""
+
+    def parsed(self) -> StructuredOutputs:
+        return StructuredOutputs(**self.params)
 
 
-class Message(RequestModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    # fields of this server's answers, so that clients can send them back unchanged
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    # fields that multi-provider clients add, if they are empty
-    reasoning: None = None
-    reasoning_content: None = None
-    provider_specific_fields: dict[str, None] | None = None  # litellm's
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    messages: Sequence[dict[str, Any]]
+    """As chat templates expect them: text is one string, arguments are objects."""
+    sampling: Mapping[str, Any]
+    """The fields of SamplingParams that the request sets."""
+    tools: ToolUse = field(default_factory=ToolUse)
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+    structure: Structure | None = None
+    bad_words: Sequence[str] = ()
+    n: int = 1
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The client's names of SamplingParams fields, and of `messages` and `tools`, if they differ.
+    """
+
+    def name_of(self, name: str) -> str:
+        return self.names.get(name, name)

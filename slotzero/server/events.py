@@ -13,7 +13,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
-DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(Exception):  # noqa: N818
@@ -31,9 +30,12 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         close: Callable[[], Awaitable[None]] | None = None,
+        media_type: str = "text/event-stream",
     ) -> None:
         """`close` is called at the end, even if no event was read."""
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=media_type
+        )
         del self.headers["content-length"]
         self._events = events
         self._close = close

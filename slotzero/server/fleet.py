@@ -144,6 +144,10 @@ class Fleet:
         replica = self.replicas[self._router.choose(prompt, loads)] if loads else self._best
         return replica.submit(request_id, prompt, params)
 
+    def reset_prefix_cache(self) -> None:
+        for replica in self.replicas:
+            replica.reset_prefix_cache()
+
     async def drain(self, grace: float) -> None:
         """Accept no more requests; those still open after `grace` seconds end with an error."""
         async with asyncio.TaskGroup() as tasks:

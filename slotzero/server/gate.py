@@ -3,19 +3,17 @@ one log line.
 
 It is plain ASGI and knows no routes. The rules: a client's request id is used only if it is
 harmless in logs and headers; keys are compared in constant time; nothing that a user wrote is
-logged; an unexpected error is answered in OpenAI's shape, and its traceback is logged.
+logged; an error has the shape of the path's API; the traceback of an unexpected one is logged.
 """
 
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -24,7 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slotzero.server.connections import Connections
 from slotzero.server.events import ClientGone
 from slotzero.server.settings import ServerSettings
-from slotzero.server.status import BUG, HTTP, RETRY_SECONDS, HttpStatus, error_body
+from slotzero.server.status import BUG, HTTP, RETRY_SECONDS, HttpStatus
+from slotzero.server.stream_format import json_bytes, shape_of
 
 log = logging.getLogger("slotzero.server")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -32,8 +31,9 @@ OPEN_PATHS = (
     "/",
     "/favicon.ico",
     "/health",
+    "/ping",
 )  # public; probes send no key
-WATCHED_PATHS = ("/health", "/metrics")  # answered even at the connection limit
+WATCHED_PATHS = ("/health", "/ping", "/metrics")  # answered even at the connection limit
 CLIENT_GONE = 499  # as nginx logs it; never sent
 MAX_DISCARD = 64 << 20  # a refused body is read up to here, so that the client reads the reply
 
@@ -104,7 +104,9 @@ class GateMiddleware:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key:
-            return "no API key: send the header Authorization: Bearer KEY"
+            key = headers.get("x-api-key", "")  # Anthropic's header
+        if not key:
+            return "no API key: send the header Authorization: Bearer KEY (or X-Api-Key: KEY)"
         digest = _digest(key.strip())
         matches = [hmac.compare_digest(digest, known) for known in self._keys]  # always all of them
         return None if any(matches) else "invalid API key"
@@ -164,6 +166,7 @@ class RequestScope:
         self._what = (
             f"{scope['method']} {scope['path'][:100]!r}"  # quoted: a path may hold a newline
         )
+        self._shape = shape_of(scope["path"])
         self._send = send
         self._began = time.monotonic()
 
@@ -180,7 +183,7 @@ class RequestScope:
         self, status: HttpStatus, message: str, headers: Mapping[str, str] | None = None
     ) -> None:
         self._refused(status.code)
-        body = json_bytes(error_body(status, message))
+        body = json_bytes(self._shape.error(status, message, None))
         lines = {"content-type": "application/json", "content-length": str(len(body))}
         raw = [(k.lower().encode(), v.encode()) for k, v in (lines | dict(headers or {})).items()]
         await self.send({"type": "http.response.start", "status": status.code, "headers": raw})
@@ -189,11 +192,6 @@ class RequestScope:
     def log(self) -> None:
         took = 1000 * (time.monotonic() - self._began)
         log.info("%s %s %s %.0f ms", self.request_id, self._what, self.status or "-", took)
-
-
-def json_bytes(body: Any) -> bytes:
-    """Encode as ASCII JSON, since a message may quote invalid Unicode."""
-    return json.dumps(body).encode()
 
 
 async def _discard(receive: Receive, max_bytes: int) -> None:

@@ -49,6 +49,8 @@ class Client(Replica, Protocol):
         self, request_id: str, prompt: list[int], params: Mapping[str, Any]
     ) -> GrownStream: ...
 
+    def reset_prefix_cache(self) -> None: ...
+
     async def drain(self, grace: float) -> None: ...
 
     async def stop(self) -> None: ...
@@ -110,6 +112,13 @@ class Generation:
         task = self._tasks.pop(index, None)
         if task is not None:
             task.cancel()
+
+    def cancel(self) -> None:
+        """End all answers early; the reader gets what there is, with the reason "cancelled"."""
+        for index, task in self._tasks.items():
+            task.cancel()
+            num_tokens = self.answers[index].num_tokens
+            self._mail.put_nowait(TextDelta(index, "", [], "cancelled", num_tokens))
 
     async def close(self) -> None:
         tasks, self._tasks = list(self._tasks.values()), {}

@@ -13,17 +13,19 @@ from slotzero.errors import RequestError
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.structured import StructuredOutputs, structure_error, structured_outputs
 from slotzero.server.answers import GenerationRequest
+from slotzero.server.conversation import Structure
 from slotzero.server.protocol import (
-    ChatRequest,
     CompletionRequest,
     GenerationFields,
     ResponseFormat,
-    Structure,
+    StructureFields,
 )
+from slotzero.text.tokenizer import Tokenizer
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 MAX_CHOICES = 1024
 MAX_STRUCTURE_LEN = 100_000  # characters
+_NEVER = -1e9  # added to the logit of a token that must not be chosen
 _SAME_NAME = (
     "temperature",
     "top_p",
@@ -38,40 +40,16 @@ _SAME_NAME = (
     "stop_token_ids",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "cache_salt",
 )
-_WAYS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
-
-
-def chat_requests(
-    body: ChatRequest,
-    prompt: list[int],
-    schema: dict[str, Any] | None,
-    has_tools: bool,
-    sampling: Mapping[str, Any],
-) -> list[GenerationRequest]:
-    """Return one request per answer to a chat request.
-
-    `schema`: JSON schema of the answer if tool_choice forces a call. `sampling`: the model's
-    default sampling parameters.
-    """
-    given = {**sampling, **_given(body)}
-    limits = (body.max_completion_tokens, body.max_tokens)
-    given["max_tokens"] = next((limit for limit in limits if limit is not None), None)
-    if body.logprobs:
-        given["logprobs"] = body.top_logprobs or 0
-    if has_tools:
-        given["skip_special_tokens"] = False  # a model may mark its calls with special tokens
-    name, structure = _structure(body)
-    if has_tools and structure is not None:
-        raise RequestError(
-            f"{name}: not supported together with tools; send tool_choice=none or no tools", name
-        )
-    if schema is not None:
-        name, structure = "tools", {"json_schema": schema}
-    names = {"prompt": "messages", "logprobs": "top_logprobs", "structured_outputs": name}
-    if body.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    return _requests(body, [prompt], [""], given, structure, names)
+_WAYS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 
 
 def completion_requests(
@@ -79,13 +57,17 @@ def completion_requests(
     prompts: Sequence[list[int]],
     echoes: Sequence[str],
     sampling: Mapping[str, Any],
+    tokenizer: Tokenizer,
 ) -> list[GenerationRequest]:
-    given = {**sampling, **_given(body)}
+    given = {**sampling, **sampling_of(body)}
     given["max_tokens"] = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.logprobs is not None:
         given["logprobs"] = body.logprobs
-    name, structure = _structure(body)
-    return _requests(body, prompts, echoes, given, structure, {"structured_outputs": name})
+    given |= without_words(given, body.bad_words or (), tokenizer)
+    wanted = structure_of(body)
+    structure = None if wanted is None else dict(wanted.params)
+    names = {} if wanted is None else {"structured_outputs": wanted.field}
+    return generation_requests(given, prompts, echoes, body.n or 1, structure, names)
 
 
 def check_choices(body: GenerationFields, num_prompts: int) -> None:
@@ -98,35 +80,60 @@ def check_choices(body: GenerationFields, num_prompts: int) -> None:
         )
 
 
-def _given(body: GenerationFields) -> dict[str, Any]:
+def sampling_of(body: GenerationFields) -> dict[str, Any]:
+    """Return the sampling parameters that a request sets."""
     given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     if body.logit_bias:
         given["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
+    if body.stop:
+        given["stop"] = body.stop
     return given
 
 
-def _structure(body: GenerationFields) -> tuple[str, dict[str, Any] | None]:
-    """Return the field that asks for a structured output, and the structure."""
+def without_words(
+    given: Mapping[str, Any], words: Sequence[str], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Return the logit bias that keeps these words out of an answer; each must be one token."""
+    if not words:
+        return {}
+    banned = {}
+    for word in words:
+        for text in (word, f" {word}"):
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            if len(tokens) != 1:
+                raise RequestError(
+                    f"bad_words: {text[:40]!r} is {len(tokens)} tokens, and only words of one "
+                    "token, also after a space, can be kept out",
+                    "bad_words",
+                )
+            banned[tokens[0]] = _NEVER
+    return {"logit_bias": {**given.get("logit_bias", {}), **banned}}
+
+
+def structure_of(body: GenerationFields) -> Structure | None:
+    """Return the structure that the answer must have."""
     fields = [name for name in _WAYS if getattr(body, name) is not None]
     if len(fields) > 1:
         raise RequestError(f"{fields[1]}: not supported together with {fields[0]}", fields[1])
     if not fields:
-        return "response_format", None
+        return None
     (name,) = fields
     value = getattr(body, name)
     if isinstance(value, ResponseFormat):
-        return name, _response_format(value)
-    if isinstance(value, Structure):
+        params = _response_format(value)
+        return None if params is None else Structure(name, params)
+    if isinstance(value, StructureFields):
         return _structured_outputs(value)
-    return name, _shape(name, name.removeprefix("guided_"), value)
+    return Structure(name, _shape(name, name.removeprefix("guided_"), value))
 
 
-def _structured_outputs(structure: Structure) -> tuple[str, dict[str, Any]]:
+def _structured_outputs(structure: StructureFields) -> Structure:
     kinds = {
         "json": structure.json_,
         "json_object": structure.json_object or None,
         "regex": structure.regex,
         "choice": structure.choice,
+        "grammar": structure.grammar,
     }
     chosen = [kind for kind, value in kinds.items() if value is not None]
     if len(chosen) != 1:
@@ -136,7 +143,7 @@ def _structured_outputs(structure: Structure) -> tuple[str, dict[str, Any]]:
         )
     (kind,) = chosen
     name = f"structured_outputs.{kind}"
-    return name, _shape(name, kind, kinds[kind])
+    return Structure(name, _shape(name, kind, kinds[kind]))
 
 
 def _shape(name: str, kind: str, value: Any) -> dict[str, Any]:
@@ -166,18 +173,20 @@ def _schema(name: str, schema: dict[str, Any] | str) -> Any:
         raise RequestError(f"{name}: the string is not valid JSON", name) from None
 
 
-def _requests(
-    body: GenerationFields,
+def generation_requests(
+    given: Mapping[str, Any],
     prompts: Sequence[list[int]],
     echoes: Sequence[str],
-    given: dict[str, Any],
+    n: int,
     structure: dict[str, Any] | None,
-    names: dict[str, str],
+    names: Mapping[str, str],
 ) -> list[GenerationRequest]:
-    n = body.n or 1
-    engine_params = given if structure is None else given | {"structured_outputs": structure}
+    """Return n requests for each prompt. `given`: fields of SamplingParams."""
+    engine_params = {name: value for name, value in given.items() if name != "stop"}
+    if structure is not None:
+        engine_params["structured_outputs"] = structure
     try:
-        params = SamplingParams(**engine_params, stop=body.stop or ())
+        params = SamplingParams(**engine_params, stop=given.get("stop") or ())
         _check_structure(structured_outputs(params.structured_outputs))
     except RequestError as error:
         raise error.renamed(names) from None
@@ -186,8 +195,8 @@ def _requests(
             index=i * n + j,
             prompt=prompt,
             params=params,
-            engine_params=engine_params | _seed(body.seed, j),
-            names=names,
+            engine_params=engine_params | _seed(given.get("seed"), j),
+            names=dict(names),
             is_counted=j == 0,
             echo=echo,
         )

@@ -26,7 +26,11 @@ class Cancel(Struct, tag="cancel", array_like=True, frozen=True):
     id: str
 
 
-ToEngine = Add | Cancel
+class ResetPrefixCache(Struct, tag="reset", array_like=True, frozen=True):
+    """Makes the engine forget all cached prefixes; running requests keep their pages."""
+
+
+ToEngine = Add | Cancel | ResetPrefixCache
 
 
 class TokenLogprobs(Struct, array_like=True, frozen=True):

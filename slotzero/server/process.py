@@ -39,6 +39,7 @@ from slotzero.server.messages import (
     Loading,
     Progress,
     Refused,
+    ResetPrefixCache,
     SpeculationReport,
     Stats,
     ToEngine,
@@ -182,6 +183,9 @@ class EngineLoop:
         if isinstance(message, Cancel):
             self._engine.cancel(message.id)
             self._handles.pop(message.id, None)
+            return
+        if isinstance(message, ResetPrefixCache):
+            self._engine.reset_prefix_cache()
             return
         try:
             self._add(message)

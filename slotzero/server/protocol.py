@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slotzero.errors import RequestError
 from slotzero.sampling.params import MAX_LOGIT_BIAS
-from slotzero.server.conversation import Message, NamedTool, RequestModel, Tool
+from slotzero.server.chat_messages import Message, NamedTool, RequestModel, Tool
 from slotzero.text.chat_template import NOT_BOTH
 
 MAX_ANSWERS = 128
@@ -21,6 +21,7 @@ MAX_MESSAGES = 2048  # this and the next are OpenAI's
 MAX_TOOLS = 128
 MAX_STOPS = 16
 MAX_STOP_LEN = 256
+MAX_BAD_WORDS = 64
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
@@ -31,8 +32,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "prediction": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "priority": (0,),
     "prompt_cache_retention": ("in_memory",),
-    "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -47,6 +48,7 @@ _INSTEAD = {
 
 
 # fail_fast: a long list of another type would give an error for every item
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 
@@ -63,13 +65,14 @@ class ResponseFormat(RequestModel):
     json_schema: JsonSchema | None = None
 
 
-class Structure(RequestModel):
+class StructureFields(RequestModel):
     """Constraint on the answer: exactly one of these."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class StreamOptions(RequestModel):
@@ -112,7 +115,7 @@ def _token_ids(bias: dict[str, float]) -> dict[str, float]:
 class GenerationFields(RequestModel):
     """Fields that chat completions and completions have in common."""
 
-    model: str
+    model: str | None = None  # the server has one model
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
@@ -138,20 +141,24 @@ class GenerationFields(RequestModel):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    structured_outputs: Structure | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    return_token_ids: bool | None = None
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")] | None = None
+    structured_outputs: StructureFields | None = None
     # its older names
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    # NEUTRAL
+    priority: Any = None
 
     @model_validator(mode="after")
     def _refuse(self) -> Self:
-        for name, allowed in NEUTRAL.items():
-            value = getattr(self, name, None)
-            if name == "best_of":
-                allowed = (*allowed, self.n)  # all n answers are returned
-            if value is not None and not _is_one_of(value, allowed):
-                raise RequestError(_refusal(name, allowed), name)
+        all_answers = (*NEUTRAL["best_of"], self.n)  # all n answers are returned
+        refuse_values(self, {**NEUTRAL, "best_of": all_answers})
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: allowed only with stream=true", "stream_options")
         return self
@@ -165,6 +172,7 @@ class ChatRequest(GenerationFields):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
     # no effect on the answer
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -173,6 +181,9 @@ class ChatRequest(GenerationFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    include_reasoning: bool = True
     # NEUTRAL
     audio: Any = None
     function_call: Any = None
@@ -182,7 +193,6 @@ class ChatRequest(GenerationFields):
     prediction: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
     service_tier: Any = None
     store: Any = None
     verbosity: Any = None
@@ -227,6 +237,9 @@ class TokenizeRequest(RequestModel):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -239,6 +252,14 @@ class TokenizeRequest(RequestModel):
 class DetokenizeRequest(RequestModel):
     model: str | None = None
     tokens: Tokens
+
+
+def refuse_values(body: RequestModel, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse every field of `neutral` that has another value than those that change nothing."""
+    for name, allowed in neutral.items():
+        value = getattr(body, name, None)
+        if value is not None and not _is_one_of(value, allowed):
+            raise RequestError(_refusal(name, allowed), name)
 
 
 def _check_ending(body: ChatRequest | TokenizeRequest) -> None:

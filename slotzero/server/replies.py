@@ -32,11 +32,16 @@ class CachedTokens(ReplyModel):
     cached_tokens: int
 
 
+class ReasoningTokens(ReplyModel):
+    reasoning_tokens: int
+
+
 class Usage(ReplyModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | None = None  # of models that reason
 
 
 class TopLogprob(ReplyModel):
@@ -77,24 +82,33 @@ class Delta(ReplyModel):
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, under the name that newer clients read
     tool_calls: list[ToolCallReply] | None = None
 
 
-class ChatChoice(ReplyModel):
+class TokenIds(ReplyModel):
+    """Fields of a choice with return_token_ids."""
+
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatChoice(TokenIds):
     index: int
     message: Delta
     logprobs: ChatLogprobs | None
     finish_reason: str
 
 
-class ChatChunkChoice(ReplyModel):
+class ChatChunkChoice(TokenIds):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: str | None
 
 
-class CompletionChoice(ReplyModel):
+class CompletionChoice(TokenIds):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -143,6 +157,11 @@ class TokenizeReply(ReplyModel):
     count: int
     max_model_len: int | None
     tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Empty(ReplyModel):
+    """A reply without fields."""
 
 
 class Prompt(ReplyModel):
@@ -185,13 +204,15 @@ class ServerInfo(ReplyModel):
     """The sizes of each runner, and how each size was recorded."""
     pools: dict[str, Any]
     certification: dict[str, Any]
+    formats: dict[str, Any]
+    """The formats of tool calls and reasoning, and whether Slotzero's own prompt shows tools."""
     engine: dict[str, Any]
 
 
-def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    """Return the fields of Head for one request."""
+def head(prefix: str, kind: str, model: str, name: str | None = None) -> dict[str, Any]:
+    """Return the fields of Head for one request. `name`: the client's own id."""
     return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "id": f"{prefix}-{name or uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
         "model": model,

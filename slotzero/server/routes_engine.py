@@ -12,14 +12,16 @@ from starlette.responses import FileResponse, PlainTextResponse
 
 from slotzero import __version__
 from slotzero.errors import RequestError
+from slotzero.server.answer_plan import rendered
 from slotzero.server.app_state import AppState
+from slotzero.server.chat_conversation import shown_conversation
 from slotzero.server.events import EventStream, event
-from slotzero.server.gate import json_bytes
 from slotzero.server.generation import Replica
 from slotzero.server.messages import Stats
 from slotzero.server.metrics import certified
 from slotzero.server.protocol import DetokenizeRequest, TokenizeRequest
 from slotzero.server.replies import (
+    Empty,
     Health,
     Prompt,
     ServerInfo,
@@ -27,8 +29,8 @@ from slotzero.server.replies import (
     TokenizerInfo,
     Version,
 )
-from slotzero.server.routes_openai import responses, told
-from slotzero.server.tools import template_messages
+from slotzero.server.stream_format import json_bytes
+from slotzero.server.streaming import responses, told
 from slotzero.text.tokenizer import SPECIAL_KINDS
 
 PAGE = Path(__file__).parent / "page" / "index.html"
@@ -40,6 +42,8 @@ _POOL_FIELDS = ("running", "waiting", "slots", "pages_used", "pages_cached", "pa
 def engine_routes(state: AppState) -> APIRouter:
     router = APIRouter()
 
+    @router.post("/ping", include_in_schema=False, response_model=None)
+    @router.get("/ping", include_in_schema=False, response_model=None)
     @router.head("/health", include_in_schema=False, response_model=None)
     @router.get(
         "/health", responses={200: {"model": Health}, 503: {"model": Health}}, response_model=None
@@ -54,6 +58,12 @@ def engine_routes(state: AppState) -> APIRouter:
         if (progress := _progress(state.client)) is not None:
             health.progress = progress
         return told(health, 200 if state.engine_state == "ready" else 503)
+
+    @router.post("/reset_prefix_cache", responses=responses(Empty), response_model=None)
+    async def reset_prefix_cache() -> Response:
+        """Forget all cached prefixes; running requests keep their pages."""
+        state.client.reset_prefix_cache()
+        return told(Empty())
 
     @router.get("/version", responses=responses(Version), response_model=None)
     async def version() -> Response:
@@ -73,9 +83,10 @@ def engine_routes(state: AppState) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Response:
         state.check_model(body.model)
         tokens = await asyncio.to_thread(_tokens, state, body)
-        return told(
-            TokenizeReply(count=len(tokens), max_model_len=state.max_model_len, tokens=tokens)
-        )
+        made = TokenizeReply(count=len(tokens), max_model_len=state.max_model_len, tokens=tokens)
+        if body.return_token_strs:
+            made.token_strs = state.tokenizer.token_texts(tokens)
+        return told(made)
 
     @router.post("/detokenize", responses=responses(Prompt), response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -112,11 +123,7 @@ def _tokens(state: AppState, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         state.check_text(body.prompt, "prompt")
         return state.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-    text = state.tokenizer.apply_chat_template(
-        template_messages(body.messages or []),
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-    )
+    text = rendered(state, shown_conversation(body))
     state.check_text(text, "messages")
     return state.tokenizer.encode(text, add_special_tokens=False)
 
@@ -154,6 +161,11 @@ def _server_info(state: AppState) -> ServerInfo:
             "sanitize": info.pop("sanitize", None),
             "steps_watched": counts.get("steps_watched"),
             "violations": counts.get("violations"),
+        },
+        formats={
+            "tool_calls": state.tools.form.name if state.tools.form else None,
+            "has_tool_prompt": state.tools.is_builtin,
+            "reasoning": state.reasoning.name if state.reasoning else None,
         },
         engine=info,
     )

@@ -1,7 +1,7 @@
 """The settings of the HTTP server. As in EngineConfig, each field is a flag.
 
-This module knows neither the engine nor HTTP and imports nothing of them, so that
-`slotzero serve --help` is fast.
+This module knows neither the engine nor HTTP and imports nothing of them, only the names of
+formats, so that `slotzero serve --help` is fast.
 """
 
 import ipaddress
@@ -9,8 +9,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from slotzero.errors import ConfigError
+from slotzero.formats.reasoning import REASONING_NAMES
+from slotzero.formats.tool_formats import TOOL_FORMAT_NAMES
 
-TOOL_CALL_PARSERS = ("auto", "hermes", "llama", "none")
+TOOL_CALL_PARSERS = ("auto", *TOOL_FORMAT_NAMES, "none")
+REASONING_PARSERS = ("auto", *REASONING_NAMES, "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,18 @@ class ServerSettings:
     """Seconds that running requests have to finish when the server shuts down."""
     tool_call_parser: str = "auto"
     """Format of the model's tool calls; auto derives it from the chat template, none refuses
-    tools."""
+    tools. If the template does not show tools, Slotzero's own prompt does, in this format (auto:
+    hermes)."""
+    reasoning_parser: str = "auto"
+    """Format of the model's reasoning; auto derives it from the chat template, none leaves it in
+    the text."""
+    trust_request_chat_template: bool = False
+    """Accept the field chat_template of requests: templates are programs, run in a sandbox."""
+    response_store: str | None = None
+    """SQLite file that keeps the responses of /v1/responses (default: in memory)."""
+    max_stored_responses: int = 1000
+    """Most responses of /v1/responses that are kept, so that later ones can continue them; the
+    oldest are dropped. 0 stores none."""
     log_requests: bool = False
     """Write prompts to the log; without it the log contains nothing that users wrote."""
 
@@ -99,11 +113,17 @@ class ServerSettings:
             ),
             ("step_timeout", self.step_timeout >= 0, "must be at least 0 seconds"),
             ("unresponsive_timeout", self.unresponsive_timeout >= 0, "must be at least 0 seconds"),
+            ("max_stored_responses", self.max_stored_responses >= 0, "must be at least 0"),
             ("grace", self.grace >= 0, "must be at least 0 seconds"),
             (
                 "tool_call_parser",
                 self.tool_call_parser in TOOL_CALL_PARSERS,
                 f"must be one of {', '.join(TOOL_CALL_PARSERS)}",
+            ),
+            (
+                "reasoning_parser",
+                self.reasoning_parser in REASONING_PARSERS,
+                f"must be one of {', '.join(REASONING_PARSERS)}",
             ),
         ):
             if not ok:

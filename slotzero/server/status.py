@@ -60,12 +60,13 @@ def error_body(status: HttpStatus, message: str, param: str | None = None) -> di
     }
 
 
-def error_reply(error: Exception) -> tuple[HttpStatus, dict[str, Any]]:
+def error_parts(error: Exception) -> tuple[HttpStatus, str, str | None]:
+    """Return the status, the message and the wrong field of an error reply."""
     status = status_of(error)
     if status == BUG:
-        return status, error_body(status, "internal error; the server's log has the details")
+        return BUG, "internal error; the server's log has the details", None
     param = error.param if isinstance(error, RequestError | RequestRefusedError) else None
-    return status, error_body(status, str(error), param)
+    return status, str(error), param
 
 
 def retry_after(error: Exception) -> dict[str, str]:

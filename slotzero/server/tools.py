@@ -1,131 +1,81 @@
-"""Tools in a chat: the model's template writes them into the prompt, and calls are parsed from the
-answer.
+"""Tools of chat completions, and messages for chat templates: from the client's form to ours.
 
-This module knows requests and templates; tool_calls.py parses. A tool_choice that forces a call is
-enforced by a grammar: the answer can only be that call's JSON.
-
-The rule: tools are refused if the model's template cannot show them or its calls cannot be parsed.
-If the model is free to call, its arguments are not constrained, `strict` or not.
+This module knows chat's request models. The rule: a tool whose schema cannot be one is refused
+here, even where nothing enforces it.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urljoin
 
 from slotzero.errors import RequestError
-from slotzero.server.conversation import Message, NamedTool, Tool
-from slotzero.server.protocol import ChatRequest
-from slotzero.server.tool_calls import FORCED, HERMES, LLAMA, CallFormat, CallParser
+from slotzero.server.chat_messages import Message, NamedTool, Tool
+from slotzero.server.conversation import ToolSpec, ToolUse
 from slotzero.text.chat_template import reserved_variable, template_message
 
-FORMATS: Mapping[str, CallFormat] = {"hermes": HERMES, "llama": LLAMA}
+MAX_SCHEMA_DEPTH = 64
 
 
-@dataclass(frozen=True)
-class ToolPlan:
-    """How a request's tools affect its prompt and its answer."""
-
-    tools: list[dict[str, Any]] | None = None
-    """The tools for the template."""
-    form: CallFormat | None = None
-    names: frozenset[str] = frozenset()
-    schema: dict[str, Any] | None = None
-    """JSON schema of the answer, if a call is forced."""
-    is_single: bool = False
-    """Whether the answer ends with its first call."""
-
-    def parser(self) -> CallParser | None:
-        if self.form is None:
-            return None
-        return CallParser(self.form, self.names, is_single=self.is_single)
-
-
-def choose_format(setting: str, template: str | None) -> CallFormat | str:
-    """Return the format of this model's tool calls, according to its template, or why tools are
-    refused."""
-    if setting == "none":
-        return "tools: disabled on this server (--tool-call-parser none)"
-    if template is None or "tools" not in template:
-        return (
-            "tools: this model's chat template does not support them; serve a model with a "
-            "template that does, or give one with --chat-template"
-        )
-    if setting != "auto":
-        return FORMATS[setting]
-    if HERMES.opening in template:
-        return HERMES
-    if LLAMA.opening in template or '"parameters"' in template:
-        return LLAMA
-    return (
-        "tools: the format of tool calls cannot be derived from this model's chat template; "
-        f"serve it with --tool-call-parser {' or '.join(FORMATS)}"
-    )
-
-
-def plan_tools(body: ChatRequest, form: CallFormat | str) -> ToolPlan:
-    """Return the plan for a request. `form`: the result of choose_format."""
-    if not body.tools or body.tool_choice == "none":
-        return ToolPlan()
-    if isinstance(form, str):
-        raise RequestError(form, "tools")
-    forced = _forced_tools(body.tools, body.tool_choice)
-    return ToolPlan(
-        tools=[tool.model_dump(exclude_unset=True) for tool in body.tools],
-        form=form if forced is None else FORCED,
-        names=frozenset(tool.function.name for tool in body.tools),
-        schema=None if forced is None else call_schema(forced),
-        is_single=body.parallel_tool_calls is False or forced is not None,
-    )
-
-
-def _forced_tools(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[Tool] | None:
-    """Return the tools of which one must be called; None if the model is free to call or not."""
+def tool_use(
+    tools: Sequence[Tool] | None, choice: str | NamedTool | None, is_parallel: bool | None
+) -> ToolUse:
+    specs = [_spec(i, tool) for i, tool in enumerate(tools or ())]
+    check_names([spec.name for spec in specs], "tools")
+    name = ""
     if isinstance(choice, NamedTool):
-        named = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not named:
-            name = choice.function.name[:64]
-            raise RequestError(f"tool_choice: {name!r} is not one of the tools", "tool_choice")
-        return named
-    return list(tools) if choice == "required" else None
+        name = choice.function.name
+        check_choice(name, specs, "tool_choice")
+    kind = "named" if name else choice
+    assert kind is None or isinstance(kind, str)
+    return ToolUse(specs, kind or "auto", name, is_parallel is not False)
 
 
-def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
-    """Return the JSON schema of a call of one of these tools.
-
-    Each tool's parameters are a schema resource with its own `$id`, to which `#` in their `$ref`s
-    refers, so that two tools may have definitions of the same name.
-    """
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                "arguments": schema,
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool, schema in zip(tools, _arguments_schemas(tools), strict=True)
-    ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+def _spec(place: int, tool: Tool) -> ToolSpec:
+    function = tool.function
+    check_schema(function.parameters, f"tools[{place}].function.parameters")
+    shown = tool.model_dump(exclude_unset=True)
+    return ToolSpec(function.name, function.parameters, bool(function.strict), shown)
 
 
-def _arguments_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    schemas: dict[str, dict[str, Any]] = {}
-    for i, tool in enumerate(tools):
-        parameters = tool.function.parameters or {"type": "object"}
-        where, own = f"tools: {tool.function.name}: parameters.$id", parameters.get("$id", "")
-        if not isinstance(own, str):
-            raise RequestError(f"{where} must be a string", "tools")
-        name = urljoin(f"http://tool-{i}.invalid/", own)
-        if name in schemas:
-            raise RequestError(f"{where}: another tool has {own!r} too; use unique ids", "tools")
-        # without $schema: before draft 2019-09, an $id beside a $ref would be ignored
-        schemas[name] = {"$id": name} | {
-            key: value for key, value in parameters.items() if key not in ("$id", "$schema")
-        }
-    return list(schemas.values())
+def check_names(names: Sequence[str], field: str) -> None:
+    doubled = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if doubled is not None:
+        raise RequestError(f"{field}: two tools have the name {doubled!r}", field)
+
+
+def check_choice(name: str, specs: Sequence[ToolSpec], field: str) -> None:
+    if all(spec.name != name for spec in specs):
+        raise RequestError(f"{field}: {name[:64]!r} is not one of the tools", field)
+
+
+def check_schema(schema: Mapping[str, Any] | None, where: str) -> None:
+    """Refuse what cannot be the JSON schema of a function's arguments."""
+    if schema is None:
+        return
+    kind, properties = schema.get("type", "object"), schema.get("properties", {})
+    required = schema.get("required", [])
+    for ok, rule in (
+        (kind == "object", f".type must be 'object', got {str(kind)[:40]!r}"),
+        (isinstance(properties, Mapping), ".properties must be an object"),
+        (
+            isinstance(required, list) and all(isinstance(name, str) for name in required),
+            ".required must be a list of names",
+        ),
+        (_depth_is_at_most(schema, MAX_SCHEMA_DEPTH), f" is nested over {MAX_SCHEMA_DEPTH} deep"),
+    ):
+        if not ok:
+            raise RequestError(f"{where}{rule}", where)
+    for name, value in properties.items():
+        if not isinstance(value, Mapping | bool):
+            field = f"{where}.properties.{name[:64]}"
+            raise RequestError(f"{field} must be a schema, got {type(value).__name__}", field)
+
+
+def _depth_is_at_most(value: Any, depth: int) -> bool:
+    if not isinstance(value, Mapping | list):
+        return True
+    inner = value.values() if isinstance(value, Mapping) else value
+    return depth > 0 and all(_depth_is_at_most(part, depth - 1) for part in inner)
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -144,8 +94,55 @@ def _template_message(place: int, message: Message) -> dict[str, Any]:
             f"{where}.tool_call_id: required for role tool, and only allowed there",
             f"{where}.tool_call_id",
         )
-    fields = message.model_dump(exclude={"annotations", "provider_specific_fields"})
-    return template_message(place, fields)
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning and message.role != "assistant":
+        name = f"{where}.{'reasoning_content' if message.reasoning_content else 'reasoning'}"
+        raise RequestError(f"{name}: only a message of role assistant has it", name)
+    fields = message.model_dump(
+        exclude={
+            "annotations",
+            "parsed",
+            "provider_specific_fields",
+            "reasoning",
+            "reasoning_content",
+        }
+    )
+    return with_reasoning(template_message(place, fields), reasoning)
+
+
+def with_reasoning(message: dict[str, Any], reasoning: str | None) -> dict[str, Any]:
+    """Return a message with its reasoning, under all names that templates use for it."""
+    if not reasoning:
+        return message
+    made = message | {"reasoning_content": reasoning, "reasoning": reasoning}
+    if not (message.get("tool_calls") and message["content"]):  # gpt-oss's template refuses that
+        made["thinking"] = reasoning
+    return made
+
+
+def template_call(where: str, call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Return an earlier call for chat templates. `arguments`: an object, or its JSON."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise RequestError(f"{where}: must be a JSON object, or its text", where)
+    function = {"name": name, "arguments": dict(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def joined_system(texts: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of which at most the first is a system message: these texts, and the system
+    messages that begin the conversation. Many templates accept no other."""
+    rest = list(messages)
+    system = list(texts)
+    while rest and rest[0]["role"] == "system":
+        system.append(rest.pop(0)["content"])
+    if system:
+        rest.insert(0, {"role": "system", "content": "\n\n".join(system)})
+    return rest
 
 
 def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -8,11 +8,21 @@ from collections.abc import Sequence
 
 from slotzero.server.answers import AnswerBuilder, TextDelta
 from slotzero.server.protocol import StreamOptions
-from slotzero.server.replies import CachedTokens, ChatChunk, CompletionReply, Usage
+from slotzero.server.replies import (
+    CachedTokens,
+    ChatChunk,
+    CompletionReply,
+    ReasoningTokens,
+    Usage,
+)
 
 
-def usage(answers: Sequence[AnswerBuilder]) -> Usage:
-    return _usage(answers, sum(answer.num_tokens for answer in answers))
+def usage(answers: Sequence[AnswerBuilder], num_reasoning: int | None = None) -> Usage:
+    """`num_reasoning`: tokens of the reasoning, if the model can reason."""
+    made = _usage(answers, sum(answer.num_tokens for answer in answers))
+    if num_reasoning is not None:
+        made.completion_tokens_details = ReasoningTokens(reasoning_tokens=num_reasoning)
+    return made
 
 
 class StreamUsage:

@@ -7,6 +7,7 @@ The rule: text from a chat template contains its special tokens already, so it i
 `add_special_tokens=False`; other text is encoded with `add_special_tokens=True`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -53,9 +54,14 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
-        self._special_ids = frozenset(
-            index for index, token in backend.get_added_tokens_decoder().items() if token.special
-        )
+        self._special_texts: dict[str, int] = {
+            token.content: index
+            for index, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._special_ids = frozenset(self._special_texts.values())
+        by_length = sorted(self._special_texts, key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, by_length)))
         self.byte_ids = _fallback_byte_ids(backend)
 
     @classmethod
@@ -131,13 +137,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
         tokenize: bool = False,
         **kwargs: Any,
     ) -> str:
         """Return the conversation as text; other keyword arguments are passed to the template.
 
         With `continue_final_message` the text ends where the last message ends, so that the model
-        continues this message instead of beginning a new one.
+        continues this message instead of beginning a new one. `template` replaces the model's.
         """
         if tokenize:
             raise RequestError(
@@ -146,7 +153,7 @@ class Tokenizer:
             )
         if continue_final_message and add_generation_prompt:
             raise RequestError(f"continue_final_message: {NOT_BOTH}")
-        template = self.tool_template if tools else self.chat_template
+        template = template or (self.tool_template if tools else self.chat_template)
         if template is None:
             raise RequestError(
                 "this model has no chat template: send a plain prompt, or pass a template with "
@@ -187,6 +194,19 @@ class Tokenizer:
             if text != other_text:
                 return index, text, other_text
         return None
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary writes it; empty if it has none."""
+        return [self._backend.id_to_token(index) or "" for index in ids]
+
+    def special_pieces(self, text: str) -> list[str | int]:
+        """Split text into the ids of special tokens and the plain text between them."""
+        pieces: list[str | int] = []
+        at = 0
+        for found in self._special_pattern.finditer(text) if self._special_texts else ():
+            pieces += [text[at : found.start()], self._special_texts[found.group()]]
+            at = found.end()
+        return [piece for piece in (*pieces, text[at:]) if piece != ""]
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids

@@ -681,5 +681,5 @@ def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    for word in ("backend", "gguf", "memory available", "because"):
+    for word in ("backend", "gguf", "memory available", "because", "deterministic"):
         assert word in shown

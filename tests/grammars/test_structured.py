@@ -90,7 +90,7 @@ def test_a_structure_is_stored_as_text() -> None:
         {},
         {"json": {}, "json_schema": {}},
         {"json": "{"},
-        {"grammar": "start: x"},
+        {"grammar": 5},
         {"json_object": False},
         {"json_object": "yes"},
         {"regex": "a", "choice": ["a"]},
@@ -150,6 +150,20 @@ def begin(regex: str, **how: Any) -> Grammar:
 def after(grammar: Grammar, text: str) -> set[int]:
     assert all(grammar.advance(byte) and settled(grammar) for byte in text.encode())
     return tokens_of(grammar.allowed)
+
+
+@pytest.mark.parametrize("text", ['start: "a" B?\nB: "b"', 'root ::= "a" b?\nb ::= "b"'])
+def test_a_grammar_in_lark_or_ebnf(text: str) -> None:
+    grammar = begun(grammars(), grammar=text)
+    assert tokens_of(grammar.allowed) == {ord("a")}
+    assert after(grammar, "a") == {ord("b"), EOS}
+
+
+@pytest.mark.parametrize("text", ["start: x", "root ::= x", "no grammar", 'start: "a', ""])
+def test_a_grammar_that_is_none_is_refused(text: str) -> None:
+    vocabulary = load_vocabulary(Tokenizer.bytes_tokenizer().to_json(), VOCAB, [EOS])
+    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+        CompiledGrammar(vocabulary, "grammar", text)
 
 
 def test_a_grammar_gives_the_allowed_tokens() -> None:

@@ -10,6 +10,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ GROUPS = (
     ("linear", "latent"),
     ("verify", "decode"),
     ("quantized", "prefill", "recurrent"),
-    ("float8_kv", "far_pages", "fragments"),
+    ("float8_kv", "far_pages", "fragments", "fixed"),
     ("model", "sample", "speculation", "experts", "kernels", "trees", "tune"),
 )
 """Tests that share a process, because starting one takes seconds; all groups take equally long."""
@@ -193,6 +194,38 @@ def test_fragments_stay_in_registers(monkeypatch, name):
     assert "async_copy_global_to_local" in text
 
 
+def test_all_tiles_of_one_order_take_the_same_matrix_instructions(monkeypatch):
+    """Compile products and attention of deterministic mode for an H200. mma.sync, which the
+    compiler would choose for few rows, may sum in another order than wgmma."""
+    pytest.importorskip("triton", reason="triton has no wheel for this platform")
+    from slotzero.kernels.triton.attention import fixed, fixed_plan, prefill
+    from slotzero.kernels.triton.linear import linear_fixed, tiles_fixed
+    from slotzero.kernels.triton.linear.operands import Operands
+    from slotzero.kernels.types import Heads, PagedKv, Rows, Tokens
+
+    compiled, ints = [], partial(torch.zeros, dtype=torch.int32)
+    for module in (linear_fixed, fixed, fixed_plan, prefill):
+        compile_instead(monkeypatch, module, compiled)
+    monkeypatch.setattr(tiles_fixed, "num_processors", lambda: 132)
+    monkeypatch.setattr(fixed, "shared_memory", lambda: 227 << 10)
+    monkeypatch.setattr(linear_fixed.linear_tma, "arrivals", lambda: ints(1))
+    for rows, features, kind in ((1, 1024, None), (64, 2048, "silu"), (300, 1024, None)):
+        weight = torch.empty(features, 1024, dtype=torch.bfloat16)
+        given = Operands(torch.empty(rows, 1024, dtype=torch.bfloat16), weight, None)
+        tile = tiles_fixed.fixed_tiles_for(rows, torch.bfloat16, 2 if kind is None else 1)[0]
+        out = given.x.new_empty(rows, features if kind is None else features // 2)
+        linear_fixed.product(given, out, tile, activation=kind)
+    heads = Heads(32, 8, 128, 128, 1e-6, 0.1)
+    kv = PagedKv(torch.empty(4, 16, 8, 256, dtype=torch.bfloat16), ints(9, 64))
+    for num, rows in ((8, None), (2048, Rows(*(ints(8) for _ in range(4))))):
+        plan = fixed_plan.plan(Tokens(ints(num), ints(num)), rows, heads)
+        fixed.attend(torch.empty(num, 32, 128, dtype=torch.bfloat16), None, kv, plan, heads)
+    products = [one for one in compiled if "wgmma" in one.asm["ptx"]]
+    assert len(products) == 5
+    assert not any("mma.sync" in one.asm["ptx"] for one in compiled)
+    assert not any("fma.rn.f32" in one.asm["ptx"] for one in products[:3])  # none is contracted
+
+
 PAGED = ("decode", "decode_stream_k", "verify", "prefill", "mla", "mla_plan", "mla_prefill",
          "mla_rows", "per_head")  # fmt: skip
 
@@ -281,6 +314,7 @@ def compile_instead(monkeypatch, module, compiled, only=None):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     def compile_only(kernel, grid, *args, **kwargs):
         names = kernel.arg_names
@@ -294,6 +328,9 @@ def compile_instead(monkeypatch, module, compiled, only=None):
             if isinstance(value, torch.Tensor):
                 signature[name] = KINDS[value.dtype]
                 aligned[(i,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, TensorDescriptor):
+                kind = KINDS[value.base.dtype].removeprefix("*")
+                signature[name] = f"tensordesc<{kind}{list(value.block_shape)}>"
             elif name in kwargs or value is None:
                 signature[name], constants[(i,)] = "constexpr", value
             else:

@@ -129,8 +129,8 @@ def test_unsupported_parameters_are_refused_by_name() -> None:
     assert refused(COMPLETION, {"model": "tiny", **best})["param"] == "best_of"
     for name, value in (
         ("provider_specific_fields", {"citations": [1]}),
-        ("reasoning_content", "Hm"),
-        ("reasoning", "Hm"),
+        ("reasoning_content", 5),
+        ("reasoning", ["Hm"]),
     ):
         message = {"role": "assistant", "content": "Hello!", name: value}
         error = refused(CHAT, {"model": "tiny", "messages": [message]})

@@ -33,7 +33,9 @@ from slotzero.server.messages import (
     FromEngine,
     Progress,
     Refused,
+    ResetPrefixCache,
     Stats,
+    ToEngine,
 )
 from slotzero.server.share import WHOLE
 
@@ -52,7 +54,7 @@ class Desk:
         self.loop = process.EngineLoop(self.engine, self.inbox, self.outbox)
         self._frames = Frames(FromEngine)
 
-    def turn(self, *messages: Add | Cancel) -> list[Any]:
+    def turn(self, *messages: ToEngine) -> list[Any]:
         for message in messages:
             self.inbox.put(message)
         self.loop.turn()
@@ -102,6 +104,32 @@ def make_desk() -> Iterator[MakeDesk]:
 
 def kinds(messages: list[Any], kind: type) -> list[Any]:
     return [message for message in messages if isinstance(message, kind)]
+
+
+def test_prefixes_are_forgotten_on_request(make_desk: MakeDesk) -> None:
+    desk = make_desk()
+
+    def num_cached(name: str, *before: Any) -> int:
+        grown = [one for message in kinds(
+            [*desk.turn(*before, Add(name, prompt_of(40), greedy(2))), *desk.finish()],
+            Progress) for one in message.grown]  # fmt: skip
+        return int(grown[0].num_cached)
+
+    assert num_cached("a") == 0
+    assert num_cached("b") > 0
+    assert num_cached("c", ResetPrefixCache()) == 0
+    desk.engine.check()
+
+
+def test_requests_with_another_salt_share_no_prefix(make_desk: MakeDesk) -> None:
+    desk = make_desk()
+    found = []
+    for i, salt in enumerate((None, "x", "x", "y", None)):
+        params = greedy(2) | ({} if salt is None else {"cache_salt": salt})
+        messages = [*desk.turn(Add(f"{i}", prompt_of(40), params)), *desk.finish()]
+        found.append(kinds(messages, Progress)[0].grown[0].num_cached)
+    assert [num > 0 for num in found] == [False, False, True, False, True]
+    desk.engine.check()
 
 
 def test_new_requests_do_not_stop_running_ones(

@@ -26,7 +26,7 @@ from slotzero.errors import (
     SlotzeroError,
 )
 from slotzero.server.messages import Loading
-from slotzero.server.status import error_reply, status_of
+from slotzero.server.status import error_parts, status_of
 
 
 def test_too_many_requests() -> None:
@@ -106,7 +106,7 @@ def test_every_error_has_a_status() -> None:
             assert any(base in errors.ERROR_OUTCOMES for base in kind.__mro__)
     assert status_of(ValueError("x")).code == 500
     refused = RequestRefusedError("RequestError", "n=0: must", "n")
-    assert error_reply(refused)[1]["error"]["param"] == "n"
+    assert error_parts(refused)[2] == "n"
     assert status_of(RequestRefusedError("no such error", "x")).code == 500
 
 

@@ -269,6 +269,40 @@ def test_settings_and_history_are_sent(browser: Browser, serve: Serve) -> None:
 
 
 @needs_chromium
+def test_reasoning_markdown_calls_and_another_answer(browser: Browser, serve: Serve) -> None:
+    browser.open(serve(FakeClient(has_gpu=False), delay=0.001))
+    ask(browser, "think")
+    browser.wait_for(SENT)
+    thought = f"{LAST}.querySelector('details.thought')"
+    assert browser.evaluate(f"[{thought}.open, {thought}.lastChild.textContent]") == [
+        False,
+        "First, then.",
+    ]
+    browser.evaluate(f"{LAST}.querySelector('.again').click()")
+    browser.wait_for(f"{SENT} && document.querySelectorAll('.message').length === 2")
+    assert browser.evaluate("messages.map((m) => m.role)") == ["user", "assistant"]
+    ask(browser, "mark")
+    browser.wait_for(f"{SENT} && !!{LAST}.querySelector('pre.code')")
+    assert browser.evaluate(
+        f"[...{LAST}.querySelectorAll('.heading, strong, code, a')].map((n) => n.textContent)"
+    ) == ["Title", "bold", "a < b", "this", "<b>1</b>"]
+    assert browser.evaluate(f"{LAST}.querySelectorAll('b').length") == 0
+    ask(browser, "call")
+    browser.wait_for(f"{SENT} && !!{LAST}.querySelector('.call')")
+    card = browser.evaluate(f"{LAST}.querySelector('.call pre').textContent")
+    assert json.loads(card) == {"city": "Paris"}
+    browser.evaluate(f"{LAST}.querySelector('.call textarea').value = 'echo'")
+    browser.evaluate(f"{LAST}.querySelector('.results button').click()")
+    sent = f"{SENT} && messages.at(-1).role === 'assistant' && messages.at(-1).content"
+    asked = json.loads(browser.wait_for(sent))
+    assert [message["role"] for message in asked["messages"][-3:]] == ["user", "assistant", "tool"]
+    assert asked["messages"][-1] == {"role": "tool", "tool_call_id": "call_1", "content": "echo"}
+    (call,) = asked["messages"][-2]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
+    assert browser.complaints == []
+
+
+@needs_chromium
 def test_stop_keeps_the_partial_answer(browser: Browser, serve: Serve) -> None:
     browser.open(serve(FakeClient(has_gpu=False), delay=0.2))
     ask(browser, "Tell me all.")

@@ -14,15 +14,19 @@ from fake_engine import (
     refused,
     refused_chat,
     refused_completion,
+    stream,
     structure_refusal,
 )
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 from slotzero.errors import (
     RequestRefusedError,
 )
 from slotzero.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
+from slotzero.text.tokenizer import Tokenizer
 
 
 def test_parameters_reach_the_engine() -> None:
@@ -31,7 +35,7 @@ def test_parameters_reach_the_engine() -> None:
         "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "frequency_penalty": 1.5,
         "presence_penalty": -1, "repetition_penalty": 1.1, "seed": 7, "min_tokens": 2,
         "ignore_eos": True, "stop_token_ids": [1], "skip_special_tokens": False,
-        "include_stop_str_in_output": True,
+        "include_stop_str_in_output": True, "cache_salt": "mine",
     }  # fmt: skip
     chat(client, **same, max_completion_tokens=9, logit_bias={"5": -100})
     assert client.params == same | {"max_tokens": 9, "logit_bias": {5: -100.0}}
@@ -57,7 +61,7 @@ def test_unsupported_fields_are_refused_by_name(name: str) -> None:
     is_chat = name in ChatRequest.model_fields
     path = "/v1/chat/completions" if is_chat else "/v1/completions"
     base = CHAT if is_chat else COMPLETION
-    for value in ("odd", 5, True, {"a": 1}, ["x"], 0):
+    for value in ("odd", 5, True, {"a": 1}, ["x"]):
         assert refused(path, base | {name: value})["param"] == name
     for value in (None, *NEUTRAL[name]):
         assert ask(FakeClient(), path, base | {name: value}).status_code == 200
@@ -133,7 +137,12 @@ WRONG_FIELDS = [
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"grammar": 5}}, "structured_outputs.grammar"),
+    ({"bad_words": ["two words"]}, "bad_words"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"request_id": "a b"}, "request_id"),
+    ({"priority": 1}, "priority"),
+    ({"cache_salt": ""}, "cache_salt"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
 ]  # fmt: skip
@@ -160,7 +169,13 @@ def test_a_wrong_field_is_named(body: dict[str, Any], param: str) -> None:
             "response_format.json_schema.schema",
         ),
         ({"tool_choice": "auto"}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "x" * 65}}]},
+            "tools[0].function.name",
+        ),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "often"}, "reasoning_effort"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
@@ -194,7 +209,52 @@ def test_a_wrong_field_of_a_completion_is_named(body: dict[str, Any], param: str
 
 def test_a_field_that_is_missing_is_named() -> None:
     assert refused("/v1/chat/completions", {"model": "tiny"})["param"] == "messages"
-    assert refused("/v1/completions", {"prompt": "x"})["param"] == "model"
+    assert refused("/v1/completions", {"model": "tiny"})["param"] == "prompt"
+
+
+def test_the_model_may_be_left_out() -> None:
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+        sent = {key: value for key, value in body.items() if key != "model"}
+        assert ask(FakeClient(), path, sent).json()["model"] == "tiny"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_fields_of_vllm(path: str) -> None:
+    client, base = FakeClient("ab"), CHAT if "chat" in path else COMPLETION
+    fields = {"request_id": "mine", "return_token_ids": True, "truncate_prompt_tokens": 3}
+    reply = ask(client, path, base | fields).json()
+    (_, prompt, _) = client.submitted[-1]
+    assert len(prompt) == 3
+    (choice,) = reply["choices"]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == ([*b"ab", 257], prompt)
+    assert reply["id"].endswith("-mine")
+    streamed = stream(client, path, **fields)
+    sent = [token for chunk in streamed for token in chunk["choices"][0].get("token_ids", ())]
+    assert sent == [*b"ab", 257]
+
+
+def test_bad_words_are_kept_out() -> None:
+    vocabulary = {"a": 0, "b": 1, "\u0120a": 2, "\u0120": 3, "c": 4, "<unk>": 5}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[("\u0120", "a")], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    client, tokenizer = FakeClient("ab"), Tokenizer(backend, {}, None)
+    body = {"prompt": [0], "bad_words": ["a"], "logit_bias": {"4": 1}}
+    assert ask(client, "/v1/completions", body, tokenizer=tokenizer).status_code == 200
+    assert client.params["logit_bias"] == {4: 1.0, 0: -1e9, 2: -1e9}
+    error = refused("/v1/completions", body | {"bad_words": ["ab"]}, tokenizer=tokenizer)
+    assert error["param"] == "bad_words"
+
+
+def test_a_requests_own_template() -> None:
+    client = FakeClient()
+    body = CHAT | {"chat_template": "Own: {{ messages[0].content }} {{ documents[0].text }}",
+                   "documents": [{"text": "doc"}]}  # fmt: skip
+    path = "/v1/chat/completions"
+    assert ask(client, path, body, trust_request_chat_template=True).status_code == 200
+    assert client.prompt == "Own: Hi doc"
+    error = refused("/v1/chat/completions", body)
+    assert "--trust-request-chat-template" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -215,6 +275,8 @@ def test_a_field_that_is_missing_is_named() -> None:
         ({"structured_outputs": {"regex": "a+", "json_object": False}}, {"regex": "a+"}),
         ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
         ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
+        ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
     ],
 )  # fmt: skip
 def test_structure_reaches_the_engine(asked: dict[str, Any], structure: dict[str, Any]) -> None:
@@ -289,7 +351,8 @@ def test_errors_name_a_structure_as_the_client_does(
         ),
         (
             {"structured_outputs": {"json": {}, "regex": "a"}},
-            "structured_outputs: give one of json, json_object, regex, choice, got json and regex",
+            "structured_outputs: give one of json, json_object, regex, choice, grammar, "
+            "got json and regex",
         ),
     ],
 )

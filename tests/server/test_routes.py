@@ -14,6 +14,7 @@ from fake_engine import (
     app_of,
     ask,
     refused,
+    tool_tokenizer,
 )
 
 from slotzero import __version__
@@ -163,3 +164,21 @@ def test_the_fake_client_has_the_interface_of_the_real_one() -> None:
         assert hasattr(real, name)
         assert hasattr(FakeClient(), name)
     assert {field.name for field in fields(SamplingParams)} >= {"structured_outputs"}
+
+
+def test_ping_and_resetting_the_prefix_cache() -> None:
+    client = FakeClient()
+    assert ask(client, "/ping").status_code == ask(client, "/ping", method="POST").status_code
+    assert ask(FakeClient(state="loading"), "/ping").status_code == 503
+    assert ask(client, "/reset_prefix_cache", method="POST").json() == {}
+    assert client.log == ["reset"]
+
+
+def test_tokens_of_a_conversation_with_tools() -> None:
+    tokenizer = tool_tokenizer("{{ tools[0].function.name }} <tool_call> {{ messages[0].content }}")
+    tool = {"type": "function", "function": {"name": "f"}}
+    messages = [{"role": "user", "content": "Hi"}]
+    body = {"messages": messages, "tools": [tool], "return_token_strs": True}
+    reply = ask(FakeClient(), "/tokenize", body, tokenizer=tokenizer).json()
+    assert bytes(reply["tokens"]) == b"f <tool_call> Hi"
+    assert reply["token_strs"][-2:] == ["H", "i"]

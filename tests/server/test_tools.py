@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+from call_texts import parsed
 from fake_engine import (
     CHAT,
     FakeClient,
@@ -15,21 +16,13 @@ from fake_engine import (
     structure_refusal,
     tool_tokenizer,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from slotzero.formats.answer_parser import AnswerFormat, AnswerParser
+from slotzero.formats.events import Argued, Called
+from slotzero.formats.tool_format import ToolFormat
+from slotzero.formats.tool_formats import HERMES, LLAMA, TOOL_FORMATS
 from slotzero.server.settings import TOOL_CALL_PARSERS
-from slotzero.server.tool_calls import (
-    FORCED,
-    HERMES,
-    LLAMA,
-    Argued,
-    Called,
-    CallFormat,
-    CallParser,
-    Said,
-)
-from slotzero.server.tools import FORMATS, choose_format
+from slotzero.server.tool_support import tool_support
 from slotzero.text.tokenizer import Tokenizer
 
 WEATHER = {
@@ -54,25 +47,8 @@ PARIS_LLAMA = '{"name": "weather", "parameters": {"city": "Paris"}}'
 NOW = '{"name": "time", "arguments": {}}'
 
 
-def parsed(form: CallFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Parse the pieces, and return the text and the calls as (name, arguments)."""
-    parser = CallParser(form, {"weather", "time"})
-    text, calls, ids = "", [], []
-    for events in (*(parser.push(piece) for piece in pieces), parser.close()):
-        for event in events:
-            if isinstance(event, Said):
-                text += event.text
-            elif isinstance(event, Called):
-                assert event.index == len(calls)
-                calls.append((event.name, ""))
-                ids.append(event.id)
-            else:
-                assert isinstance(event, Argued)
-                name, arguments = calls[event.index]
-                calls[event.index] = (name, arguments + event.text)
-    assert len(set(ids)) == len(calls) == parser.num_calls
-    assert parser.num_calls - parser.num_done in (0, 1)  # the last call may be cut off
-    return text, calls
+def parser(form: ToolFormat) -> AnswerParser:
+    return AnswerParser(AnswerFormat(calls=form, tools={"weather": None, "time": None}))
 
 
 CITY = ("weather", '{"city": "Paris"}')
@@ -115,54 +91,29 @@ PARSED = [
     (LLAMA, "<|python", "<|python", []),
     (LLAMA, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
     (LLAMA, f"No {PARIS_LLAMA}", f"No {PARIS_LLAMA}", []),
-    (FORCED, f" {PARIS}\n", "", [CITY]),
-    (FORCED, "", "", []),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "text", "said", "calls"), PARSED)
 def test_calls_are_parsed_however_they_are_split(
-    form: CallFormat, text: str, said: str, calls: list[tuple[str, str]]
+    form: ToolFormat, text: str, said: str, calls: list[tuple[str, str]]
 ) -> None:
     for step in (1, 2, 3, 7, len(text) or 1):
         pieces = [text[i : i + step] for i in range(0, len(text), step)]
-        assert parsed(form, pieces) == (said, calls)
-
-
-_FRAGMENTS = [
-    "<tool_call>", "</tool_call>", "<|python_tag|>", "<tool_", "{", "}", "[", "]", '"', "\\", ",",
-    ":", ";", " ", "\n", "name", "arguments", "time", '"name": "time"', '"arguments": {', PARIS,
-    PARIS_LLAMA, "text",
-]  # fmt: skip
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.sampled_from([HERMES, LLAMA, FORCED]),
-    st.lists(st.sampled_from(_FRAGMENTS), max_size=14),
-    st.randoms(use_true_random=False),
-)
-def test_any_text_gives_the_same_in_pieces_and_whole(
-    form: CallFormat, fragments: list[str], random: Any
-) -> None:
-    text = "".join(fragments)
-    cuts = sorted(random.randrange(len(text) + 1) for _ in range(5))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole, cut = parsed(form, [text]), parsed(form, pieces)
-    assert cut == whole
-    if not whole[1]:
-        assert whole[0] == text  # nothing is lost
+        found = parsed(AnswerFormat(calls=form, tools={"weather": None, "time": None}), pieces)
+        assert (found.said, found.calls) == (said, calls)
+        assert len(calls) - found.num_done in (0, 1)  # the last call may be cut off
 
 
 def test_arguments_are_streamed() -> None:
-    parser = CallParser(HERMES, {"weather"})
-    assert parser.push('<tool_call>{"name": "weather", "argu') == []
-    called, first = parser.push('ments": {"city": "Pa')
+    made = parser(HERMES)
+    assert made.push('<tool_call>{"name": "weather", "argu') == []
+    called, first = made.push('ments": {"city": "Pa')
     assert isinstance(called, Called)
     assert called.name == "weather"
     assert first == Argued(0, '{"city": "Pa')
-    assert parser.push("ris") == [Argued(0, "ris")]
-    assert parser.push('"}}</tool_call>') == [Argued(0, '"}')]
+    assert made.push("ris") == [Argued(0, "ris")]
+    assert made.push('"}}</tool_call>') == [Argued(0, '"}')]
 
 
 @pytest.mark.parametrize(
@@ -229,8 +180,8 @@ def test_a_truncated_call_has_finish_reason_length() -> None:
     (choice,) = chat(client, tokenizer, tools=[WEATHER], max_tokens=55)["choices"]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "P'
-    forced = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 44}
-    (choice,) = chat(FakeClient(PARIS), tokenizer, **forced)["choices"]
+    forced = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 55}
+    (choice,) = chat(client, tokenizer, **forced)["choices"]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "P'
 
@@ -250,25 +201,28 @@ def test_parallel_tool_calls_can_be_disabled() -> None:
 
 
 def test_a_choice_that_forces_a_call() -> None:
-    tokenizer, client = tool_tokenizer(HERMES_TEMPLATE), FakeClient(PARIS)
+    text = f"<tool_call>\n{PARIS}\n</tool_call>"
+    tokenizer, client = tool_tokenizer(HERMES_TEMPLATE), FakeClient(text)
     named = {"type": "function", "function": {"name": "weather"}}
     (choice,) = chat(client, tokenizer, tools=[WEATHER, TIME], tool_choice=named)["choices"]
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
     assert choice["finish_reason"] == "tool_calls"
-    schema = client.params["structured_outputs"]["json_schema"]
-    assert schema["properties"]["name"] == {"const": "weather"}
-    assert schema["properties"]["arguments"].items() >= WEATHER["function"]["parameters"].items()
+    grammar = client.params["structured_outputs"]["grammar"]
+    assert "weather" in grammar
+    assert "time" not in grammar
+    assert '"city": {"type": "string"}' in grammar
     chat(client, tokenizer, tools=[WEATHER, TIME], tool_choice="required")
-    assert len(client.params["structured_outputs"]["json_schema"]["anyOf"]) == 2
+    assert "time" in client.params["structured_outputs"]["grammar"]
 
 
-def test_a_strict_tool_is_enforced_only_where_a_call_is_forced() -> None:
+def test_strict_tools_are_enforced() -> None:
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
-    client = FakeClient([f"<tool_call>{PARIS}</tool_call>", PARIS])
-    for choice, is_enforced in (("auto", False), ("required", True)):
+    client = FakeClient(f"<tool_call>{PARIS}</tool_call>")
+    for tool, choice in ((strict, "auto"), (WEATHER, "required"), (WEATHER, "auto")):
         tokenizer = tool_tokenizer(HERMES_TEMPLATE)
-        (made,) = chat(client, tokenizer, tools=[strict], tool_choice=choice)["choices"]
+        (made,) = chat(client, tokenizer, tools=[tool, TIME], tool_choice=choice)["choices"]
         assert made["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
+        is_enforced = tool is strict or choice == "required"
         assert ("structured_outputs" in client.params) == is_enforced
 
 
@@ -291,7 +245,7 @@ def test_tool_choice_none_keeps_tools_out() -> None:
         ),
         ({"tools": [TIME], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tools": [TIME], "tool_choice": "always"}, "tool_choice"),
-        ({"tools": [TIME], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [TIME, TIME]}, "tools"),
         ({"tools": [TIME], "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
     ],
 )
@@ -318,20 +272,22 @@ def test_a_conversation_with_tools_continues() -> None:
 
 
 def test_the_call_format_follows_from_the_template() -> None:
-    assert choose_format("auto", HERMES_TEMPLATE) is HERMES
-    assert choose_format("auto", LLAMA_TEMPLATE) is LLAMA
-    assert choose_format("llama", HERMES_TEMPLATE) is LLAMA
-    assert choose_format("hermes", ODD_TEMPLATE) is HERMES
-    assert {*FORMATS, "auto", "none"} == {*TOOL_CALL_PARSERS}
+    assert tool_support("auto", HERMES_TEMPLATE).form is HERMES
+    assert tool_support("auto", LLAMA_TEMPLATE).form is LLAMA
+    assert tool_support("llama", HERMES_TEMPLATE).form is LLAMA
+    assert tool_support("hermes", ODD_TEMPLATE).form is HERMES
+    builtin = tool_support("auto", "{{ messages }}")
+    assert (builtin.form, builtin.is_builtin) == (HERMES, True)
+    assert tool_support("llama", "{{ messages }}").form is LLAMA
+    assert {"auto", "none", *(form.name for form in TOOL_FORMATS)} <= {*TOOL_CALL_PARSERS}
 
 
 @pytest.mark.parametrize(
     ("setting", "template", "why"),
     [
-        ("auto", "{{ messages }}", "chat template does not support them"),
-        ("hermes", "{{ messages }}", "chat template does not support them"),
-        ("auto", None, "chat template does not support them"),
-        ("auto", ODD_TEMPLATE, "serve it with --tool-call-parser hermes or llama"),
+        ("auto", None, "this model has no chat template"),
+        ("hermes", None, "this model has no chat template"),
+        ("auto", ODD_TEMPLATE, "serve it with --tool-call-parser hermes, or another"),
         ("none", HERMES_TEMPLATE, "disabled on this server (--tool-call-parser none)"),
         ("none", "{{ messages }}", "disabled on this server (--tool-call-parser none)"),
     ],
@@ -346,7 +302,7 @@ def test_the_error_says_why_tools_are_refused(setting: str, template: str | None
     )
     assert error["param"] == "tools"
     assert why in error["message"]
-    whys = ("chat template does not", "serve it with", "disabled on")
+    whys = ("no chat template", "serve it with", "disabled on")
     assert sum(one in error["message"] for one in whys) == 1
 
 
@@ -360,7 +316,6 @@ def test_a_tool_whose_schema_is_wrong_is_named() -> None:
     assert (error["param"], error["message"]) == ("tools", "tools: no such type")
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize(
     "way",
     [
@@ -369,13 +324,64 @@ def test_a_tool_whose_schema_is_wrong_is_named() -> None:
         {"guided_choice": ["a"]},
     ],
 )
-def test_a_structure_is_refused_for_an_answer_that_may_call_tools(
-    choice: str, way: dict[str, Any]
-) -> None:
-    body = CHAT | way | {"tools": [WEATHER], "tool_choice": choice}
-    tokenizer = tool_tokenizer(HERMES_TEMPLATE)
-    reply = ask(FakeClient(), "/v1/chat/completions", body, tokenizer=tokenizer)
+def test_a_structure_beside_tools_is_an_alternative(way: dict[str, Any]) -> None:
+    tokenizer, client = tool_tokenizer(HERMES_TEMPLATE), FakeClient("a")
+    chat(client, tokenizer, **way, tools=[WEATHER])
+    assert "weather" in client.params["structured_outputs"]["grammar"]
+    chat(client, tokenizer, **way, tools=[WEATHER], tool_choice="none")
+    assert "grammar" not in client.params["structured_outputs"]
+    body = CHAT | way | {"tools": [WEATHER], "tool_choice": "required"}
+    reply = ask(client, "/v1/chat/completions", body, tokenizer=tokenizer)
     assert reply.status_code == 400
-    assert "not supported together with tools" in reply.json()["error"]["message"]
+    assert "not supported while tool_choice forces a call" in reply.json()["error"]["message"]
     assert reply.json()["error"]["param"].startswith(next(iter(way)))
-    chat(FakeClient(), tokenizer, **way, tools=[WEATHER], tool_choice="none")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "where"),
+    [
+        ({"type": "array"}, ""),
+        ({"properties": []}, ""),
+        ({"properties": {"a": 3}}, ".properties.a"),
+        ({"required": "a"}, ""),
+        ({"properties": {"a": {"x": [[[]]] * 2}}, "required": [1]}, ""),
+    ],
+)
+def test_a_schema_that_is_none_is_refused(parameters: Any, where: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    error = refused(
+        "/v1/chat/completions", CHAT | {"tools": [tool]}, tokenizer=tool_tokenizer(HERMES_TEMPLATE)
+    )
+    assert error["param"] == f"tools[0].function.parameters{where}"
+
+
+def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(70):
+        schema = {"properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    error = refused(
+        "/v1/chat/completions", CHAT | {"tools": [tool]}, tokenizer=tool_tokenizer(HERMES_TEMPLATE)
+    )
+    assert "nested over 64 deep" in error["message"]
+
+
+def test_tools_are_shown_to_a_model_whose_template_has_none() -> None:
+    client = FakeClient(f"<tool_call>\n{PARIS}\n</tool_call>")
+    client.info = {**client.info, "limits": {"max_model_len": 2048}}
+    (choice,) = chat(client, tools=[WEATHER])["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert client.prompt.startswith("<bos>system: You can call these functions.")
+    assert json.dumps(WEATHER["function"]) in client.prompt
+    first = client.prompt.removesuffix("assistant: ")
+    call = choice["message"]["tool_calls"][0]
+    messages = [
+        *CHAT["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "rain"},
+    ]
+    chat(client, tools=[WEATHER], messages=messages)
+    assert client.prompt == (
+        f"{first}assistant: <tool_call>\n{PARIS}\n</tool_call><eos>"
+        "user: <tool_response>\nrain\n</tool_response><eos>assistant: "
+    )

@@ -110,6 +110,9 @@ class FakeClient:
     def admit(self) -> None:
         self.num_admitted += 1
 
+    def reset_prefix_cache(self) -> None:
+        self.log.append("reset")
+
     def submit(self, request_id: str, prompt: list[int], params: Mapping[str, Any]) -> FakeStream:
         if self.error is not None and len(self.submitted) >= getattr(self, "num_allowed", 0):
             raise self.error

@@ -33,6 +33,18 @@ ANSWER = (
     "  2. the graph is replayed,\n"
     "  3. only real rows are committed."
 )
+MARKED = "# Title\nSome **bold** and `a < b`, see [this](https://example.com/x).\n```py\n<b>1</b>\n```\nEnd"
+SPECIAL: dict[str, list[dict[str, Any]]] = {
+    "think": [{"reasoning_content": "First, "}, {"reasoning_content": "then."}],
+    "mark": [{"content": MARKED}],
+    "call": [
+        {"tool_calls": [{"index": 0, "id": "call_1", "type": "function",
+                         "function": {"name": "weather", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '"Paris"}'}}]},
+    ],
+}  # fmt: skip
+"""What comes before the answer to these questions."""
 DECODE = (1, 2, 4, *range(8, 257, 8))
 PREFILL = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 ROWS = (1, 2, 4, 8, 16)
@@ -181,6 +193,12 @@ async def _answer(asked: dict[str, Any], told: metrics.Metrics, delay: float) ->
     start = last = time.monotonic()
     told.arrived()
     question = asked["messages"][-1]["content"]
+    for special in SPECIAL.get(question, ()):
+        yield _event({"choices": [{"index": 0, "delta": special, "finish_reason": None}]})
+    if question == "call":
+        yield _event({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+        yield "data: [DONE]\n\n"
+        return
     words = ANSWER.split(" ") if question != "echo" else [json.dumps(asked)]
     words = words[: asked.get("max_tokens", len(words))]
     for i, word in enumerate(words):

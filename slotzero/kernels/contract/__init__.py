@@ -33,7 +33,8 @@ class Kernels(
 
     name: str
     is_batch_invariant = False
-    """The result of a row has the same bits alone and at any place in any batch."""
+    """The result of a row has the same bits alone and at any place in any batch, and that of a
+    token the same in a prompt, among drafts and in a decode step."""
 
     @abstractmethod
     def prepare(self, rehearse: Callable[[], None]) -> None:
@@ -48,8 +49,13 @@ class Kernels(
         them unchanged."""
 
 
-def kernels_for(device: torch.device) -> Kernels:
-    """Return the fastest kernel set that the device supports; the reference if there is none."""
+def kernels_for(device: torch.device, is_deterministic: bool = False) -> Kernels:
+    """Return the fastest kernel set that the device supports, or the fastest that is
+    batch-invariant; the reference if there is none."""
+    if device.type == "cuda" and is_deterministic:
+        from slotzero.kernels.triton.deterministic import DeterministicKernels
+
+        return DeterministicKernels()
     if device.type == "cuda":
         from slotzero.kernels.triton.kernels import TritonKernels
 

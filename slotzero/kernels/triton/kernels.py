@@ -32,7 +32,8 @@ from slotzero.kernels.triton.attention.rotate_heads import rotate_heads
 from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead
 from slotzero.kernels.triton.linear import elementwise, fragments, linear_quantized, linear_tma
 from slotzero.kernels.triton.linear.elementwise import apply_norm
-from slotzero.kernels.triton.linear.products import Products, adds, is_late
+from slotzero.kernels.triton.linear.products import Products
+from slotzero.kernels.triton.linear.products_fixed import FixedProducts
 from slotzero.kernels.triton.linear.tune import Choices
 from slotzero.kernels.triton.moe import experts, routing
 from slotzero.kernels.triton.recurrent import convolution, scan, trail
@@ -46,6 +47,8 @@ from slotzero.kernels.types import (
     Experts,
     ExpertWeights,
     Heads,
+    IndexInputs,
+    MlaWeights,
     Normed,
     PagedKv,
     PairNorms,
@@ -55,6 +58,7 @@ from slotzero.kernels.types import (
     Rows,
     Tokens,
 )
+from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights
 from slotzero.kernels.weights import DenseWeight, LinearWeight, QuantizedWeight, WeightFormat
 
 MAX_DIM = 512  # largest head that the attention tiles hold
@@ -64,10 +68,12 @@ T = TypeVar("T")
 
 
 class TritonKernels(Kernels):
+    """The default kernel set. deterministic.py replaces those of its operations that sum in an
+    order which depends on the step."""
+
     name = "triton"
 
     rope_angles = staticmethod(embed.rope_angles)
-    mla_attention = staticmethod(mla.mla_attention)
     apply_norm = staticmethod(elementwise.apply_norm)
     rotate_heads = staticmethod(rotate_heads)
     gate = staticmethod(elementwise.gate)
@@ -76,8 +82,6 @@ class TritonKernels(Kernels):
     sample = staticmethod(sample.sample)
     advance = staticmethod(write_back.advance)
 
-    convolve = staticmethod(convolution.convolve)
-    scan = staticmethod(scan.scan)
     gate_norm = staticmethod(recurrent_gate.gate_norm)
     commit_trail = staticmethod(trail.commit_trail)
 
@@ -101,8 +105,8 @@ class TritonKernels(Kernels):
     grow_tree = staticmethod(trees.grow_tree)
     select_nodes = staticmethod(trees.select_nodes)
 
-    def __init__(self) -> None:
-        self._products = Products()
+    def __init__(self, products: Products | FixedProducts | None = None) -> None:
+        self._products = products or Products()
 
     @property
     def choices(self) -> Choices:
@@ -187,7 +191,7 @@ class TritonKernels(Kernels):
         if verify.takes(rows.span, heads):
             return verify.plan(tokens.slots, rows, heads, branches)
         group = heads.num_heads // heads.num_kv_heads
-        blocks = prefill.cut_rows(rows, len(tokens.slots), group)
+        blocks = prefill.cut_rows(rows, len(tokens.slots), prefill.block_tokens(group))
         return PrefillPlan(tokens, blocks, branches)
 
     def embed(
@@ -200,7 +204,7 @@ class TritonKernels(Kernels):
         eps: float,
     ) -> tuple[Tensor, Normed]:
         if isinstance(embedding, DenseWeight):
-            late = is_late(len(tokens.slots), embedding.data.dtype)
+            late = self._products.is_late(len(tokens.slots), embedding.data.dtype)
             return embed.embed(tokens, table, embedding.data, scale, norm, eps, late)
         residual = self.embed_ids(table[tokens.slots, tokens.positions], embedding)
         if scale != 1:
@@ -232,7 +236,7 @@ class TritonKernels(Kernels):
     ) -> Normed:
         if weight is None:
             return Normed(x)
-        return elementwise.norm(x, weight, eps, is_late(len(x), x.dtype), is_centred)
+        return elementwise.norm(x, weight, eps, self._products.is_late(len(x), x.dtype), is_centred)
 
     def linear(self, x: Normed, weight: LinearWeight) -> Tensor:
         out = x.x.new_empty(len(x.x), weight.out_features)
@@ -254,12 +258,12 @@ class TritonKernels(Kernels):
     ) -> tuple[Tensor, Normed]:
         # no program of a product sees a whole row, so the norm of the sum is deferred
         is_fused = norms.post is None and norms.next is not None and not norms.is_centred
-        if is_fused and adds(weight, x.x):
+        if is_fused and self._products.adds(weight, x.x):
             return residual, self._products.add(x, weight, residual, norms)
         return self.add_norm(self.linear(x, weight), residual, norms)
 
     def add_norm(self, x: Tensor, residual: Tensor, norms: ResidualNorms) -> tuple[Tensor, Normed]:
-        late = is_late(len(x), x.dtype)
+        late = self._products.is_late(len(x), x.dtype)
         return residual, elementwise.add_norm(residual, x, norms, late)
 
     def route(
@@ -282,6 +286,35 @@ class TritonKernels(Kernels):
         inner = experts.gated(rows, weights.gate_up, order, shape.activation)
         results = experts.product(inner, weights.down, order)
         return experts.add_up(results, by_expert, chosen, len(starts) - 1)
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, step: RecurrentStep, shape: Scan
+    ) -> Tensor:
+        return convolution.convolve(x, weight, bias, step, shape)
+
+    def mla_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        weights: MlaWeights,
+        angles: Angles,
+        kv: PagedKv,
+        plan: AttentionPlan,
+        heads: Heads,
+        index: IndexInputs | None = None,
+    ) -> Tensor:
+        return mla.mla_attention(q, k, weights, angles, kv, plan, heads, index)
+
+    def scan(
+        self,
+        mixed: Tensor,
+        gates: Tensor,
+        beta: Tensor | None,
+        weights: ScanWeights,
+        step: RecurrentStep,
+        shape: Scan,
+    ) -> Tensor:
+        return scan.scan(mixed, gates, beta, weights, step, shape)
 
     def attention(
         self,

@@ -168,7 +168,7 @@ def test_blocks_cover_every_choice_once(device, monkeypatch, tokens, num_experts
     chosen[::3] = num_experts  # no expert
     chosen[1::2, 0] = num_experts - 1  # an expert that many tokens choose
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    order, blocks, tile, most = experts.sort(chosen.to(device), starts, torch.float32)
+    order, blocks, tile, most, _ = experts.sort(chosen.to(device), starts, torch.float32)
     which = chosen.flatten()[order.cpu()].tolist()
     seen = []
     for expert, first, size in blocks.tolist():

@@ -31,7 +31,7 @@ def test_equals_transformers(device, monkeypatch, few_programs, tmp_path, family
     """There are chunked prompts, contexts that decode attention splits in two, and a padded
     batch."""
     if device.type == "cpu":
-        monkeypatch.setattr("slotzero.executor.build.kernels_for", lambda _: TritonKernels())
+        monkeypatch.setattr("slotzero.executor.build.kernels_for", lambda *_: TritonKernels())
     torch.manual_seed(0)
     oracle = build(FAMILIES[family], tmp_path)
     settings = {"backend": "eager", "dtype": "float32", "kv_cache_memory": 1 << 24}

@@ -140,7 +140,7 @@ class Step:
 
     def plan(self, device, group: int) -> Tensor:
         rows = (x.to(device) for x in (self.slots, self.starts, self.counts, self.ends))
-        return prefill.cut_rows(Rows(*rows), self.num_tokens, group)
+        return prefill.cut_rows(Rows(*rows), self.num_tokens, prefill.block_tokens(group))
 
     def attend(self, q: Tensor, kv: Tensor) -> Tensor:
         blocks = self.plan(q.device, self.heads.num_heads // self.heads.num_kv_heads)
@@ -444,7 +444,9 @@ def test_rows_that_end_in_padding(device):
     q = torch.randn(len(slots), 4, 32, device=device)
     ends = torch.arange(1, 5, dtype=torch.int32, device=device) * width
     widths = torch.full_like(ends, width)
-    blocks = prefill.cut_rows(Rows(row_slots, starts, widths, ends), len(slots), 2)
+    blocks = prefill.cut_rows(
+        Rows(row_slots, starts, widths, ends), len(slots), prefill.block_tokens(2)
+    )
     plan = PrefillPlan(Tokens(slots, slots), blocks, None)
     got = prefill.attend(q, None, PagedKv(kv, table), plan, heads)
     for t, slot in enumerate(slots.tolist()):

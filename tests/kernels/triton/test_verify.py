@@ -181,7 +181,8 @@ class Case:
         taken, tokens, rows = self.given()
         joined, norms, sinks, angles, kv = taken
         heads = self.heads
-        blocks = prefill.cut_rows(rows, len(joined), heads.num_heads // heads.num_kv_heads)
+        group = heads.num_heads // heads.num_kv_heads
+        blocks = prefill.cut_rows(rows, len(joined), prefill.block_tokens(group))
         q = prefill.rope_store(joined, norms, angles, kv, tokens, heads)
         plan = PrefillPlan(tokens, blocks, self.branches())
         out = prefill.attend(q, sinks, kv, plan, heads)

@@ -28,11 +28,14 @@ def plan(
         slots, starts, span = rows.slots, rows.starts, rows.span
     else:
         group = min(heads.num_heads, BLOCK_HEADS)
-        blocks = prefill.cut_rows(rows, len(tokens.slots), group)
+        blocks = prefill.cut_rows(rows, len(tokens.slots), prefill.block_tokens(group))
         slots, firsts, sizes, starts, befores = _columns(blocks)
         span = prefill.block_tokens(group)
         if branches is None and mla_prefill.pays(len(tokens.slots), rows, heads.mla):
-            starts, own = befores - 1, prefill.cut_rows(rows, len(tokens.slots), group=1)
+            starts, own = (
+                befores - 1,
+                prefill.cut_rows(rows, len(tokens.slots), prefill.block_tokens(1)),
+            )
     num_rows, pairs = len(slots), span * heads.num_heads
     spare, smallest = cut_for(num_rows, pairs)
     num_chunks = num_rows + spare

@@ -7,6 +7,8 @@ A token of slot 0 stores nothing, and its queries are never read.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -101,14 +103,17 @@ def store(
     query: Tensor,  # [T, heads, rope_dim + latent]
     own: Tensor | None,  # [T, rope_dim + latent]
     heads: Heads,
+    product: Callable[[Tensor, Tensor, Tensor], None] | None = None,
 ) -> None:
-    """Write the rows to their pages, and to `own` if it is given; write the queries to `query`."""
+    """Write the rows to their pages, and to `own` if it is given; write the queries to `query`.
+    `product` computes the per-head products, if not the kernels of this module and cuBLAS."""
     assert heads.mla is not None
     shape, latent, num, num_heads = heads.mla, heads.value_dim, len(q), heads.num_heads
-    cut, products, column_blocks = cut_for(num, shape.nope_dim, latent, q.dtype), 0, 1
+    cut = None if product else cut_for(num, shape.nope_dim, latent, q.dtype)
+    products, column_blocks = 0, 1
     if cut is None:
         q_nope = q.view(num, num_heads, -1)[:, :, : shape.nope_dim]
-        per_head(q_nope, weights.up_k, query[:, :, shape.rope_dim :])
+        (product or per_head)(q_nope, weights.up_k, query[:, :, shape.rope_dim :])
     else:
         column_blocks, row_blocks = cut.blocks(num, latent)
         products = num_heads * column_blocks * row_blocks

@@ -6,7 +6,7 @@ grids follow from the padded sizes alone:
 
 - `rope_store` writes K and V of every token to its page; tokens of slot 0 store nothing, and layers
   that do not store have queries only.
-- `cut_rows` cuts the rows into blocks of at most `block_tokens(group)` tokens, longest context
+- `cut_rows` cuts the rows into blocks, of at most `block_tokens(group)` tokens, longest context
   first. The remaining blocks cover the padding tokens. Once per step; all layers share it.
 - `attend` gives each (block, KV head) a program. Its matrix tile holds every (token, head of the
   group), so K and V are read once for a group. Blocks of padding write zeros.
@@ -376,13 +376,12 @@ def rope_store(
     return q
 
 
-def cut_rows(rows: Rows, num_tokens: int, group: int) -> Tensor:
-    """Cut rows into blocks -> [blocks, 5] int32: slot, first token, number of tokens and first
-    position of each block, and the first position of its row.
+def cut_rows(rows: Rows, num_tokens: int, size: int) -> Tensor:
+    """Cut rows into blocks of at most `size` tokens -> [blocks, 5] int32: slot, first token, number
+    of tokens and first position of each block, and the first position of its row.
 
     Rows need at most ceil(T / size) + R blocks, and the remaining ones suffice for the padding.
     """
-    size = block_tokens(group)
     num_blocks = triton.cdiv(num_tokens, size) + len(rows.slots)
     blocks = torch.empty(
         num_blocks, BLOCK_FIELDS.value, dtype=torch.int32, device=rows.slots.device

@@ -33,16 +33,21 @@ def load_early(
 
 
 @triton.jit
-def finish(
-    result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
-    squares_out, part, m, n, rows, num_out, out_stride, eps,
-    INNER: tl.constexpr, ACTIVATION: tl.constexpr,
+def scale_of_norm(squares, parts, eps, INNER: tl.constexpr):
+    """Return the deferred scale of each row, [rows], from its partial sums; None without one."""
+    scale = None
+    if squares is not None:
+        scale = 1.0 / tl.sqrt_rn(tl.sum(parts, axis=0) / INNER + eps)
+    return scale
+
+
+@triton.jit
+def result_of(
+    result, second, x_scales, scales, by_norm, bias, slots, before, row, feature, rows, num_out,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to result and second, which are part `part` of [rows, features]. With
-    scales, which only codes in float8 have, these come first. With a norm, out is the residual, and
-    the result is added to it."""
-    row, feature = m[:, None], n[None, :]
-    inside = (row < rows) & (feature < num_out)
+    """Return what a product stores, from its sums [rows, features]. With scales, which only codes
+    in float8 have, these come first. What was `before` is added last."""
     if scales is not None:
         x_scale = tl.load(x_scales + row, mask=row < rows, other=0.0)
         scale = tl.load(scales + feature, mask=feature < num_out, other=0.0).to(tl.float32)
@@ -51,10 +56,9 @@ def finish(
             at = scales + num_out + feature
             scale = tl.load(at, mask=feature < num_out, other=0.0).to(tl.float32)
             second *= x_scale * scale
-    if squares is not None:
-        scale = (1.0 / tl.sqrt_rn(tl.sum(parts, axis=0) / INNER + eps))[:, None]
-        result *= scale
-        second *= scale
+    if by_norm is not None:
+        result *= by_norm[:, None]
+        second *= by_norm[:, None]
     if bias is not None:
         result += tl.load(bias + feature, mask=feature < num_out, other=0.0).to(tl.float32)
     if ACTIVATION is not None:
@@ -65,8 +69,28 @@ def finish(
         result = result * second
     if slots is not None:
         result = tl.where(tl.load(slots + row, mask=row < rows, other=0) > 0, result, 0.0)
-    if norm is not None:
+    if before is not None:
         result += before
+    return result
+
+
+@triton.jit
+def finish(
+    result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
+    squares_out, part, m, n, rows, num_out, out_stride, eps,
+    INNER: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Apply the epilogue to result and second, which are part `part` of [rows, features]. With a
+    norm, out is the residual, and the result is added to it."""
+    row, feature = m[:, None], n[None, :]
+    inside = (row < rows) & (feature < num_out)
+    added = None
+    if norm is not None:
+        added = before
+    result = result_of(
+        result, second, x_scales, scales, scale_of_norm(squares, parts, eps, INNER), bias, slots,
+        added, row, feature, rows, num_out, ACTIVATION,
+    )  # fmt: skip
     at = row.to(tl.int64) * out_stride + feature
     rounded = result.to(out.dtype.element_ty)
     tl.store(out + at, rounded, mask=inside)

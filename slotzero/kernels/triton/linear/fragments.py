@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slotzero.kernels.quantized import QuantizedRows
-from slotzero.kernels.weights import WeightFormat
+from slotzero.kernels.weights import QuantizedWeight, WeightFormat
 
 FEATURES, DEPTH = 16, 128  # of a block
 CHUNKS = 4  # of a block's input features
@@ -44,6 +44,11 @@ def takes(format: WeightFormat) -> bool:
         and not format.is_scattered
         and (format.group is None or math.gcd(format.group, DEPTH) >= LEAST_GROUP)
     )
+
+
+def holds(weight: QuantizedWeight) -> bool:
+    """Return whether a weight is stored in fragments. Deterministic mode stores none so."""
+    return weight.codes.dtype is torch.int32
 
 
 def parts(format: WeightFormat) -> int:

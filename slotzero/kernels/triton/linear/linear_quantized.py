@@ -28,7 +28,12 @@ from slotzero.kernels.triton.linear.epilogue import finish, load_early
 from slotzero.kernels.triton.linear.operands import Operands
 from slotzero.kernels.triton.linear.round_float8 import round_input, rounded
 from slotzero.kernels.triton.linear.tiles import MAX_ROWS
-from slotzero.kernels.triton.linear.tiles_quantized import CodesTile, multiplies_float8, tile_for
+from slotzero.kernels.triton.linear.tiles_quantized import (
+    CodesTile,
+    fixed_tile,
+    multiplies_float8,
+    tile_for,
+)
 from slotzero.kernels.types import Activation, Normed, ResidualNorms
 from slotzero.kernels.weights import LinearWeight, QuantizedWeight
 
@@ -167,6 +172,14 @@ def product(x: Normed, weight: QuantizedWeight, out: Tensor, slots: Tensor | Non
     return library.product(Operands(apply_norm(given), unpacked, weight.bias), out)
 
 
+def product_fixed(
+    x: Tensor, weight: QuantizedWeight, out: Tensor, slots: Tensor | None = None
+) -> None:
+    """As `product`, in one order of summation for any number of rows."""
+    tile = fixed_tile(len(x), weight.format, weight.in_features, x.dtype)
+    _launch(Normed(x), weight, out, slots=slots, fixed=tile)
+
+
 def product_gated(x: Normed, weight: QuantizedWeight, activation: Activation) -> Tensor:
     """Multiply by gates and values, and gate -> [rows, features / 2]."""
     if not is_gated_at_once(weight) or _is_unpacked(x.x, weight):
@@ -187,7 +200,7 @@ def product_add(
 
 def is_gated_at_once(weight: LinearWeight) -> bool:
     """Return whether a program can multiply by gates and values: unless they share a fragment."""
-    is_fragments = isinstance(weight, QuantizedWeight) and fragments.takes(weight.format)
+    is_fragments = isinstance(weight, QuantizedWeight) and fragments.holds(weight)
     return not is_fragments or weight.out_features % (2 * fragments.FEATURES) == 0
 
 
@@ -203,7 +216,7 @@ def inputs(x: Normed, weight: QuantizedWeight) -> tuple[Normed, Tensor | None]:
 
 def unpack(weight: QuantizedWeight, dtype: torch.dtype, chosen: Tensor | None = None) -> Tensor:
     """Return the numbers of a weight, or of its chosen rows: [rows, in_features]."""
-    if fragments.takes(weight.format):
+    if fragments.holds(weight):
         return linear_fragments.unpack(weight, dtype, chosen)
     rows, inner = weight.out_features if chosen is None else len(chosen), weight.in_features
     out = torch.empty(rows, inner, dtype=dtype, device=weight.codes.device)
@@ -251,17 +264,18 @@ def _launch(
     activation: Activation | None = None,
     slots: Tensor | None = None,
     norms: ResidualNorms | None = None,
+    fixed: CodesTile | None = None,
 ) -> Normed:
     """Multiply, and apply an epilogue. With norms, out is the residual; return it under the next
     norm, with a deferred scale."""
     (rows, num_out), inner = out.shape, weight.in_features
     operand, x_scales = inputs(x, weight)
-    if fragments.takes(weight.format):
+    if fragments.holds(weight):
         return linear_fragments.product(
             operand, weight, out, activation=activation, slots=slots, norms=norms
         )
     num_parts = 0 if operand.squares is None else len(operand.squares)
-    tile = tile_for(rows, weight.out_features, weight.format, inner, operand.x.dtype)
+    tile = fixed or tile_for(rows, weight.out_features, weight.format, inner, operand.x.dtype)
     each = tile.features if activation is None else tile.features // 2
     added = tile.shares > 1
     norm = partial = None
@@ -280,7 +294,8 @@ def _launch(
         operand.x, x_scales, weight.codes, weight.scales, weight.offsets, weight.group_of,
         *epilogue, partial, rows, num_out, num_parts, operand.x.stride(0), out.stride(0), x.eps,
         ACTIVATION=activation, SHARE=tile.share, SHARES=tile.shares, PARTS=PARTS,
-        **constants(operand.x, x_scales, weight, tile), **overlap(),
+        **constants(operand.x, x_scales, weight, tile), enable_fp_fusion=fixed is None,
+        **overlap(),
     )  # fmt: skip
     if added:
         launch(

@@ -86,7 +86,7 @@ def _tma_kernel(
     acc2 = acc
     all_m = first_m + tl.arange(0, ROWS)
     if GROUP is not None:  # scales are loaded a step ahead, which the compiler does not do
-        scale, scale2, x_scale = _group_scales(
+        scale, scale2, x_scale = group_scales(
             scales, x_scales, n, all_m, begin, end, rows, num_out, INNER, GROUP, apart
         )
     for k in tl.range(begin, end, DEPTH, num_stages=STAGES):
@@ -103,7 +103,7 @@ def _tma_kernel(
             if apart:
                 acc2 = dot(w2, value.T, acc2) if wide else dot(value, w2.T, acc2)
         else:
-            next_scale, next_scale2, next_x = _group_scales(
+            next_scale, next_scale2, next_x = group_scales(
                 scales, x_scales, n, all_m, k + DEPTH, end, rows, num_out, INNER, GROUP, apart
             )
             none = tl.zeros([lead, follow], tl.float32)
@@ -155,7 +155,7 @@ def _tma_kernel(
 
 
 @triton.jit
-def _group_scales(
+def group_scales(
     scales, x_scales, n, m, first, end, rows, num_out,
     INNER: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip

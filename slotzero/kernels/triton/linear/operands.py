@@ -97,4 +97,4 @@ def dot(a, b, acc):
         depth: tl.constexpr = min(a.shape[-1], EXACT)
         return tl.dot(a, b, acc, max_num_imprecise_acc=depth)
     else:  # noqa: RET505  the compiler does not see that the rest is unreachable
-        return tl.dot(a, b, acc)
+        return tl.dot(a, b, acc, input_precision="ieee")

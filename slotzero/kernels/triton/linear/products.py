@@ -30,7 +30,7 @@ from slotzero.kernels.triton.linear.tiles import (
     padded_rows,
     ways_for,
 )
-from slotzero.kernels.triton.linear.tune import Choices
+from slotzero.kernels.triton.linear.tune import Choices, Run
 from slotzero.kernels.types import Activation, Normed, ResidualNorms
 from slotzero.kernels.weights import DenseWeight, JoinedWeight, LinearWeight, QuantizedWeight
 
@@ -40,6 +40,22 @@ T = TypeVar("T")
 class Products:
     def __init__(self) -> None:
         self.choices = Choices()
+
+    def is_late(self, rows: int, dtype: torch.dtype) -> bool:
+        """Return whether a norm defers its scale to the product that follows.
+
+        More rows may be multiplied by cuBLAS, which does not apply it. Rows with a deferred scale
+        are multiplied before they are scaled: bfloat16 can represent them, float16 may overflow.
+        """
+        return rows <= STAGED_ROWS and dtype is torch.bfloat16
+
+    def adds(self, weight: LinearWeight, x: Tensor) -> TypeGuard[DenseWeight | QuantizedWeight]:
+        """Return whether `add` takes this weight with these rows."""
+        if isinstance(weight, JoinedWeight):
+            return False
+        if isinstance(weight, DenseWeight) or self.is_late(len(x), x.dtype):
+            return True
+        return multiplies_float8(weight) and x.dtype is torch.bfloat16
 
     def product(
         self, x: Normed, weight: LinearWeight, out: Tensor, slots: Tensor | None = None
@@ -51,7 +67,7 @@ class Products:
                 self.product(x, part, out[:, first : first + part.out_features], slots)
                 first += part.out_features
             return
-        if _is_decoded(weight):
+        if is_decoded(weight):
             linear_quantized.product(x, weight, out, slots)
             return
 
@@ -70,7 +86,7 @@ class Products:
             self.product(x, weight, joined)
             gates, values = joined.chunk(2, -1)
             return Normed(elementwise.gate(gates, values, activation))
-        if _is_decoded(weight):
+        if is_decoded(weight):
             return Normed(linear_quantized.product_gated(x, weight, activation))
         out = x.x.new_empty(len(x.x), weight.out_features // 2)
 
@@ -90,14 +106,14 @@ class Products:
         norms: ResidualNorms,
     ) -> Normed:  # fmt: skip
         """Add x times weight to the residual, in place, and norm the sum."""
-        if _is_decoded(weight):
+        if is_decoded(weight):
             return linear_quantized.product_add(x, weight, residual, norms)
 
         def run(way: Way, given: Operands) -> Normed:
             if isinstance(way, Tile):
                 return linear_add(given, residual, norms, way)
             rounds = given.rounds_rows and norms.next is not None
-            late = is_late(len(residual), residual.dtype) and not rounds
+            late = self.is_late(len(residual), residual.dtype) and not rounds
             if way.shares > 1:
                 delta = library.in_shares(given, way.shares)
             elif given.bias is None and given.scales is None:
@@ -131,20 +147,39 @@ class Products:
         if len(ways) == 1 or len(given.x) > MAX_ROWS:
             return run(next(iter(ways.values())), given)
         key = self.key(_kind_of(kind, given), len(given.weight), given.x.shape[1], len(given.x))
-        name = self.choices.known(key, tuple(ways))
-        likely = self.choices.likely(key, tuple(ways)) if name is None else [name]
-        if is_compiling():
-            return [run(ways[each], given) for each in likely][-1]
-        name = likely[0]
-        if len(likely) > 1:
-            before = None if changes is None else changes.clone()
-            name = self.choices.find(
-                key, likely, given.weight,
-                lambda name, weight: run(ways[name], given._replace(weight=weight)),
-            )  # fmt: skip
-            if changes is not None and before is not None:
-                changes.copy_(before)
+        name = fastest(
+            self.choices, key, tuple(ways), given.weight,
+            lambda name, weight: run(ways[name], given._replace(weight=weight)), changes,
+        )  # fmt: skip
         return run(ways[name], given)
+
+
+def fastest(
+    choices: Choices,
+    key: str,
+    names: tuple[str, ...],
+    weight: Tensor,
+    run: Run,
+    changes: Tensor | None = None,
+) -> str:
+    """Return the fastest of several candidates for a weight. Those that are not known are timed or,
+    while kernels are compiled ahead, requested.
+
+    `changes` is a tensor that a run reads and writes; it is restored after timing.
+    """
+    name = choices.known(key, names)
+    likely = choices.likely(key, names) if name is None else [name]
+    if is_compiling():
+        for each in likely:
+            run(each, weight)
+        return likely[-1]
+    if len(likely) == 1:
+        return likely[0]
+    before = None if changes is None else changes.clone()
+    name = choices.find(key, likely, weight, run)
+    if changes is not None and before is not None:
+        changes.copy_(before)
+    return name
 
 
 def ways_of(kind: str, given: Operands, out: Tensor) -> Mapping[str, Way]:
@@ -162,25 +197,7 @@ def ways_of(kind: str, given: Operands, out: Tensor) -> Mapping[str, Way]:
     return {str(way): way for way in ways if in_bulk or isinstance(way, Cublas) or not way.rows}
 
 
-def adds(weight: LinearWeight, x: Tensor) -> TypeGuard[DenseWeight | QuantizedWeight]:
-    """Return whether `Products.add` takes this weight with these rows."""
-    if isinstance(weight, JoinedWeight):
-        return False
-    if isinstance(weight, DenseWeight) or is_late(len(x), x.dtype):
-        return True
-    return multiplies_float8(weight) and x.dtype is torch.bfloat16
-
-
-def is_late(rows: int, dtype: torch.dtype) -> bool:
-    """Return whether a norm defers its scale to the product that follows.
-
-    More rows may be multiplied by cuBLAS, which does not apply it. Rows with a deferred scale are
-    multiplied before they are scaled: bfloat16 can represent them, float16 may overflow.
-    """
-    return rows <= STAGED_ROWS and dtype is torch.bfloat16
-
-
-def _is_decoded(weight: DenseWeight | QuantizedWeight) -> TypeGuard[QuantizedWeight]:
+def is_decoded(weight: DenseWeight | QuantizedWeight) -> TypeGuard[QuantizedWeight]:
     """Return whether kernels decode the weight's codes, instead of multiplying these."""
     return isinstance(weight, QuantizedWeight) and not multiplies_float8(weight)
 

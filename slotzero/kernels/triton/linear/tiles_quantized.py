@@ -95,6 +95,19 @@ def cut(
     return CodesTile(rows, features, depth, by_sums, max(2, stages), warps)
 
 
+@functools.cache
+def fixed_tile(rows: int, format: WeightFormat, in_features: int, dtype: torch.dtype) -> CodesTile:
+    """Return the tile of deterministic mode: only its rows depend on those of the product.
+
+    Offsets are applied to numbers: applied to sums, they would need the sum of a row, whose order
+    depends on the tile.
+    """
+    tile = cut(STAGED_ROWS, 64, format, in_features, dtype)
+    if format.has_offsets and tile.by_sums:
+        tile = replace(tile, by_sums=False, depth=min(DEPTH, tile.depth))
+    return replace(tile, rows=SLICED_ROWS if rows <= SLICED_ROWS else STAGED_ROWS)
+
+
 def _step(format: WeightFormat, in_features: int) -> int:
     """Return the largest power of two that divides the groups: the most that has one scale."""
     if format.is_scattered:

@@ -43,12 +43,13 @@ class ExpertTile(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Choices, that is (token, expert) pairs, sorted by expert."""
+    """Choices, that is (token, expert) pairs, sorted by expert, and how they are multiplied."""
 
     order: Tensor  # [choices] int32: the choice, token * top_k + i, at each sorted place
     blocks: Tensor  # [blocks, 3] int32: expert or -1, first row, number of rows
     tile: ExpertTile
     most: int  # rows in a block
+    is_fixed: bool  # in one order of summation for any number of rows
 
 
 @triton.jit
@@ -102,11 +103,12 @@ def _product_kernel(
     x, weights, biases, order, blocks, out, num_out, x_stride, out_stride, bias_stride,
     INNER: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr,
     EVEN: tl.constexpr, BY_TOKEN: tl.constexpr, SHARED: tl.constexpr, ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    FIXED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block of rows by its expert's weight. By token, x has one row per token, which
     SHARED choices share, and the result is sorted by expert; otherwise x is sorted by expert and
-    the result is in the order of choices."""
+    the result is in the order of choices. FIXED: the weight is the first operand, so that any
+    number of rows takes the same matrix instructions."""
     may_follow(PDL)
     block = blocks + tl.program_id(1) * 3
     n, m = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES), tl.arange(0, ROWS)
@@ -125,7 +127,7 @@ def _product_kernel(
     at = weight + n[None, :].to(tl.int64) * INNER + k[:, None]  # [depth, features]
     apart = num_out.to(tl.int64) * INNER  # from a gate's weights to its value's
     x_at = x + source[:, None] * x_stride + k[None, :]
-    acc = tl.zeros([ROWS, FEATURES], tl.float32)
+    acc = tl.zeros([FEATURES, ROWS] if FIXED else [ROWS, FEATURES], tl.float32)
     acc2 = acc
     for depth in tl.range(0, INNER, DEPTH, num_stages=STAGES):
         known, inside = (m < size)[:, None], (n < num_out)[None, :]
@@ -134,10 +136,12 @@ def _product_kernel(
             inside = inside & (depth + k < INNER)[:, None]
         value = tl.load(x_at + depth, mask=known, other=0.0)
         w = tl.load(at + depth, mask=inside, other=0.0)
-        acc = tl.dot(value, w, acc, input_precision=PRECISION)
+        acc = _multiply(value, w, acc, FIXED, PRECISION)
         if gated:
             w2 = tl.load(at + apart + depth, mask=inside, other=0.0)
-            acc2 = tl.dot(value, w2, acc2, input_precision=PRECISION)
+            acc2 = _multiply(value, w2, acc2, FIXED, PRECISION)
+    if FIXED:
+        acc, acc2 = tl.trans(acc), tl.trans(acc2)
     feature = n[None, :]
     if biases is not None:
         bias = biases + expert * bias_stride + feature
@@ -150,6 +154,15 @@ def _product_kernel(
     out_at = out + target[:, None] * out_stride + feature
     inside = (m < size)[:, None] & (feature < num_out)
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _multiply(value, w, acc, FIXED: tl.constexpr, PRECISION: tl.constexpr):
+    """Add value [rows, depth] times w [depth, features] to acc, which is transposed if FIXED."""
+    if FIXED:
+        return tl.dot(tl.trans(w), tl.trans(value), acc, input_precision=PRECISION)
+    else:  # noqa: RET505  the compiler does not see that the rest is unreachable
+        return tl.dot(value, w, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -171,11 +184,11 @@ def _add_up_kernel(
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def sort(chosen: Tensor, starts: Tensor, dtype: torch.dtype) -> Order:
+def sort(chosen: Tensor, starts: Tensor, dtype: torch.dtype, is_fixed: bool = False) -> Order:
     """Sort chosen [T, top_k], the expert of each choice or num_experts for none, and write starts
     [experts + 1]. `dtype` is that of the rows to be multiplied."""
     num_experts, num = len(starts) - 1, chosen.numel()
-    tile = tile_for(num / num_experts, dtype, shared_memory())
+    tile = tile_for(num / num_experts, dtype, shared_memory(), is_fixed)
     block_rows = FEW_ROWS if num <= FEW_EACH * num_experts else tile.rows
     order = starts.new_empty(num)
     block = min(SORTED_BLOCK, max(LEAST_SORTED, triton.next_power_of_2(num)))
@@ -190,7 +203,7 @@ def sort(chosen: Tensor, starts: Tensor, dtype: torch.dtype) -> Order:
         EXPERTS=num_experts, LANES=triton.next_power_of_2(num_experts), ROWS=block_rows,
         BLOCKS=PLAN_BLOCKS, **overlap(),
     )  # fmt: skip
-    return Order(order, blocks, tile, min(len(chosen), block_rows))
+    return Order(order, blocks, tile, min(len(chosen), block_rows), is_fixed)
 
 
 def gated(
@@ -233,14 +246,19 @@ def add_up(results: Tensor, routing_weights: Tensor, experts: Tensor, none: int)
     return out
 
 
-def tile_for(rows_each: float, dtype: torch.dtype, memory: int) -> ExpertTile:
+def tile_for(
+    rows_each: float, dtype: torch.dtype, memory: int, is_fixed: bool = False
+) -> ExpertTile:
     """Return the tile for an average of `rows_each` rows per expert.
 
     `memory` is the shared memory of a program in bytes. The tiles are not tuned.
     """
     if dtype.itemsize > 2:  # scalar multiply-adds, for exactness rather than speed
         return ExpertTile(16, 32, 32, 2, 4)
-    chosen = ExpertTile(16, 64, 128, 3, 4) if rows_each <= 16 else ExpertTile(64, 128, 64, 3, 8)
+    few, many = ExpertTile(16, 64, 128, 3, 4), ExpertTile(64, 128, 64, 3, 8)
+    if is_fixed:  # a warpgroup has 64 features
+        many = ExpertTile(64, 64, 64, 4, 4)
+    chosen = few if rows_each <= 16 else many
     each = (chosen.rows + 2 * chosen.features) * chosen.depth * dtype.itemsize
     return chosen if each * chosen.stages <= memory else chosen._replace(stages=2)
 
@@ -255,7 +273,7 @@ def _product(
 ) -> None:
     """Multiply rows by their experts' weights -> out. With `shared`, x has one row per token, which
     that many choices share; otherwise it is sorted by expert, see `_product_kernel`."""
-    order, blocks, tile, most = chosen
+    order, blocks, tile, most, is_fixed = chosen
     if isinstance(weights, JoinedWeight):
         first = 0
         for part in weights.parts:
@@ -264,7 +282,9 @@ def _product(
             first += part.out_features
         return
     if isinstance(weights, QuantizedWeight):
-        experts_quantized.product(x, weights, order, blocks, most, out, shared, activation)
+        experts_quantized.product(
+            x, weights, order, blocks, most, out, shared, activation, is_fixed
+        )
         return
     inner, num_out, bias = weights.data.shape[2], out.shape[1], weights.bias
     launch(
@@ -273,6 +293,7 @@ def _product(
         0 if bias is None else bias.stride(0),
         INNER=inner, ROWS=tile.rows, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % tile.depth == 0, BY_TOKEN=shared is not None, SHARED=shared or 1,
-        ACTIVATION=activation, PRECISION="ieee" if x.dtype is torch.float32 else None,
-        STAGES=tile.stages, num_warps=tile.num_warps, **overlap(),
+        ACTIVATION=activation, FIXED=is_fixed,
+        PRECISION="ieee" if x.dtype is torch.float32 else None,
+        STAGES=tile.stages, num_warps=tile.num_warps, enable_fp_fusion=not is_fixed, **overlap(),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from slotzero.kernels.triton.linear.activation import activate
 from slotzero.kernels.triton.linear.codes import multiply
 from slotzero.kernels.triton.linear.linear_quantized import constants, inputs
 from slotzero.kernels.triton.linear.tiles import SLICED_ROWS
-from slotzero.kernels.triton.linear.tiles_quantized import cut
+from slotzero.kernels.triton.linear.tiles_quantized import cut, fixed_tile
 from slotzero.kernels.triton.moe import experts_fragments
 from slotzero.kernels.types import Activation, Normed
 from slotzero.kernels.weights import QuantizedWeight
@@ -83,18 +83,21 @@ def product(
     out: Tensor,
     shared: int | None,
     activation: Activation | None,
+    is_fixed: bool,
 ) -> None:
     """Multiply rows by their experts' weights -> out. With `shared`, x has one row per token, which
     that many choices share; otherwise it is sorted by expert, see `_product_kernel`. A block has
     `most` rows at most."""
     rows, x_scales = inputs(Normed(x), weights)
-    if fragments.takes(weights.format):
+    if fragments.holds(weights):
         experts_fragments.product(rows.x, weights, order, blocks, most, out, shared, activation)
         return
     num_out, bias = out.shape[1], weights.bias
     block_rows = max(SLICED_ROWS, triton.next_power_of_2(most))
     features = 64 if block_rows == SLICED_ROWS else 128
     tile = cut(block_rows, features, weights.format, weights.in_features, rows.x.dtype)
+    if is_fixed:
+        tile = fixed_tile(most, weights.format, weights.in_features, rows.x.dtype)
     each = tile.features if activation is None else tile.features // 2
     launch(
         _product_kernel, (triton.cdiv(num_out, each), len(blocks)),
@@ -102,5 +105,5 @@ def product(
         order, blocks, out, len(x), num_out, rows.x.stride(0), out.stride(0),
         0 if bias is None else bias.stride(0),
         ACTIVATION=activation, BY_TOKEN=shared is not None, SHARED=shared or 1,
-        **constants(rows.x, x_scales, weights, tile), **overlap(),
+        **constants(rows.x, x_scales, weights, tile), enable_fp_fusion=not is_fixed, **overlap(),
     )  # fmt: skip

@@ -210,7 +210,10 @@ def convolve(
     bias: Tensor | None,
     step: RecurrentStep,
     shape: Scan,
+    is_exact: bool = False,
 ) -> Tensor:
+    """See RecurrentKernels.convolve. If it is exact, as in deterministic mode, the compiler may not
+    contract products and sums, which it could do differently for one token and for several."""
     tokens, rows, states, trail = step
     if not 2 <= shape.conv_width <= MAX_WIDTH:
         raise UnsupportedModelError(
@@ -230,7 +233,8 @@ def convolve(
         x, weight, bias, *tokens, states.conv, states.conv_kept, kept_rows, left, out,
         num_tokens, x.stride(0), rows_stride, *strides,
         SIZE=size, WIDTH=shape.conv_width, SPAN=span, INTERVAL=shape.interval,
-        GATED=is_gated, TOKENS=at_once, CHANNELS=CHANNELS, **overlap(),
+        GATED=is_gated, TOKENS=at_once, CHANNELS=CHANNELS, enable_fp_fusion=not is_exact,
+        **overlap(),
     )  # fmt: skip
     if rows is not None and not is_alone and trail is None:
         launch(

@@ -3,7 +3,7 @@
 A program has some value dims of one head of one row. It reads their states once, takes the row's
 tokens in order, and writes the states or, with a trail, the state after each token. Everything is
 in float32, and a token's arithmetic is the same in both cases. Rows of one token among longer rows
-are computed here too, and with kda all rows.
+are computed here too, and all rows with kda or in deterministic mode.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -117,9 +117,11 @@ def scan_in_turn(
     step: RecurrentStep,
     shape: Scan,
     out: Tensor,
+    in_turn: bool,
 ) -> None:
     """Scan rows of as many tokens as the trail has. Without a trail, scan rows of one token: those
-    among the given rows or, without rows, every token. With kda, scan rows of any length."""
+    among the given rows or, without rows, every token. With kda and in deterministic mode
+    (`in_turn`), scan rows of any length."""
     tokens, rows, states, trail = step
     left = None if trail is None else trail.scan
     span, strides = (1, (0, 0)) if left is None else (left.shape[1], left.stride()[:2])
@@ -136,9 +138,9 @@ def scan_in_turn(
         states.scan, states.scan_kept, states.rows, left, out,
         mixed.stride(0), gates.stride(0), 0 if beta is None else beta.stride(0),
         0 if states.rows is None else states.rows.stride(0), *strides, *shape.dt_limit,
-        **constants(shape), KDA=is_kda, LONG=is_kda and given[0] is not None,
+        **constants(shape), KDA=is_kda, LONG=(is_kda or in_turn) and given[0] is not None,
         PADDED=rows is not None and rows.span > 0, SPAN=span, INTERVAL=shape.interval,
-        DIMS=dim_block, STATES=state_block, **overlap(),
+        DIMS=dim_block, STATES=state_block, enable_fp_fusion=not in_turn, **overlap(),
     )  # fmt: skip
 
 

@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from slotzero.errors import RequestError
+from slotzero.formats.answer_grammar import AnswerRules, answer_grammar
+from slotzero.formats.answer_parser import AnswerFormat
+from slotzero.formats.tool_formats import HERMES
+from slotzero.formats.written_calls import Call, written_calls
 from slotzero.grammars.matcher import CompiledGrammar, GrammarVocabulary, load_vocabulary
 from slotzero.sampling.structured import StructuredOutputs
-from slotzero.server.conversation import Tool
-from slotzero.server.tools import call_schema
 from slotzero.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
@@ -34,10 +35,11 @@ def compiled(vocabulary: GrammarVocabulary, schema: dict[str, Any]) -> CompiledG
     return CompiledGrammar(vocabulary, asked.kind, asked.text)
 
 
+Tool = tuple[str, dict[str, Any]]
+
+
 def tool(name: str, parameters: dict[str, Any]) -> Tool:
-    return Tool.model_validate(
-        {"type": "function", "function": {"name": name, "parameters": parameters}}
-    )
+    return name, parameters
 
 
 def record(of: Any, **more: Any) -> dict[str, Any]:
@@ -47,9 +49,12 @@ def record(of: Any, **more: Any) -> dict[str, Any]:
 
 
 def allows(vocabulary: GrammarVocabulary, schema: dict[str, Any], value: Any) -> bool:
-    grammar = compiled(vocabulary, schema)
+    return matches(compiled(vocabulary, schema), json.dumps(value))
+
+
+def matches(grammar: CompiledGrammar, text: str) -> bool:
     mask = grammar.first_mask
-    for byte in json.dumps(value).encode():
+    for byte in text.encode():
         if not mask[byte // 8] >> byte % 8 & 1:
             return False
         mask = grammar.follow(1, [byte])
@@ -59,8 +64,11 @@ def allows(vocabulary: GrammarVocabulary, schema: dict[str, Any], value: Any) ->
 def calls(
     vocabulary: GrammarVocabulary, tools: list[Tool], name: str, *arguments: Any
 ) -> list[bool]:
-    schema = call_schema(tools)
-    return [allows(vocabulary, schema, {"name": name, "arguments": a}) for a in arguments]
+    form = AnswerFormat(calls=HERMES, tools=dict(tools))
+    pieces = Tokenizer.bytes_tokenizer().special_pieces
+    text = answer_grammar(form, AnswerRules(dict(tools), is_forced=True), pieces)
+    written = [written_calls(HERMES, [Call(name, value)]) for value in arguments]
+    return [matches(CompiledGrammar(vocabulary, "grammar", text), one) for one in written]
 
 
 class Street(BaseModel):
@@ -162,14 +170,7 @@ def test_data_that_looks_like_a_reference(vocabulary: GrammarVocabulary) -> None
 @pytest.mark.parametrize("there", ["#/$defs/B", "#/nowhere", "#odd", "https://example.com/schema"])
 def test_a_reference_to_nothing_is_named(vocabulary: GrammarVocabulary, there: str) -> None:
     given = record({"$ref": there}, **{"$defs": {"A": INTEGER}})
-    for schema in (given, call_schema([tool("f", given)])):
-        with pytest.raises(ValueError, match=re.escape(there.partition("#")[2] or there)):
-            compiled(vocabulary, schema)
-
-
-def test_two_tools_with_one_id_are_refused() -> None:
-    same = tool("f", record(INTEGER, **{"$id": "https://example.com/s"}))
-    with pytest.raises(RequestError, match=r"tools: g: parameters.\$id: another tool has"):
-        call_schema([same, tool("g", same.function.parameters or {})])
-    with pytest.raises(RequestError, match=r"parameters.\$id must be a string"):
-        call_schema([tool("f", record(INTEGER, **{"$id": 5}))])
+    with pytest.raises(ValueError, match=re.escape(there.partition("#")[2] or there)):
+        compiled(vocabulary, given)
+    with pytest.raises(ValueError, match=re.escape(there.partition("#")[2] or there)):
+        calls(vocabulary, [tool("f", given)], "f", {})

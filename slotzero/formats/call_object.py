@@ -12,6 +12,8 @@ after that, further keys are ignored. So the decision does not depend on how the
 import json
 from collections.abc import Collection
 
+from slotzero.formats.value_types import strict_json
+
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", "type", *_ARGUMENTS)
 
@@ -117,7 +119,7 @@ class CallObject:
 
 def is_json(text: str) -> bool:
     try:
-        json.loads(text)
+        strict_json(text)
     except (ValueError, RecursionError):
         return False
     return True

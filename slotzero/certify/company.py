@@ -1,0 +1,174 @@
+"""S10: a request's tokens and log probabilities are the same alone and in any company.
+
+Random requests are served one by one, without prefix cache and drafts. Then they are served in
+rounds: together, in another order, arriving while others run, with prompts cut by what is left of a
+step, preempted, with prefixes that earlier rounds have cached, and with drafts that are
+right or wrong. Every token and every log probability must be equal to the bit. Deterministic mode
+promises that.
+
+The check knows nothing of kernels. It works on one rank only, like the live sanitizer.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+from slotzero.certify.faults.case import swapped
+from slotzero.certify.report import Violation
+from slotzero.engine.engine import Engine
+from slotzero.engine.request_handle import RequestHandle
+from slotzero.executor.results import RowLogprobs
+from slotzero.runners.passes import LOGPROBS, SAMPLED
+from slotzero.sampling.params import SamplingParams
+from slotzero.speculative.widths import FixedWidth
+
+NUM_REQUESTS = 6
+ANSWER_LEN = 12
+NUM_LETTERS = 3  # of a request whose tokens repeat
+PREEMPTION_STEPS = 4  # between two preemptions
+ENGINE, REQUESTS, COMPANY = "engine", "requests", "S10"
+
+
+class Guest(NamedTuple):
+    prompt: list[int]
+    params: SamplingParams
+
+
+class Answer(NamedTuple):
+    token_ids: list[int]
+    logprobs: list[RowLogprobs]
+
+
+class Round(NamedTuple):
+    """What a request has beside it."""
+
+    name: str
+    is_turned: bool = False
+    """The requests come in the opposite order."""
+    is_spread: bool = False
+    """Requests arrive while others run."""
+    is_preempted: bool = False
+    keeps_cache: bool = False
+    """Prefixes are found that the rounds before have cached."""
+
+
+ROUNDS = (
+    Round("all at once"),
+    Round("in another order, arriving one by one", is_turned=True, is_spread=True),
+    Round("preempted", is_spread=True, is_preempted=True),
+    Round("with cached prefixes", keeps_cache=True),
+    Round("preempted, with cached prefixes", is_turned=True, is_preempted=True, keeps_cache=True),
+)
+
+
+def in_company(
+    engine: Engine,
+    rounds: Sequence[Round] = ROUNDS,
+    guests: Sequence[Guest] | None = None,
+    alone: Sequence[Answer] | None = None,
+) -> list[Violation]:
+    """Serve requests, by default random ones, alone and in every round. Return the first difference
+    of each answer in each round. `alone`: the answers of another engine, if they are known."""
+    guests, violations = guests or random_guests(engine), list[Violation]()
+    alone = serve_alone(engine, guests) if alone is None else alone
+    cache, rng = engine.schedulers[0].ledger.cache, random.Random(0)
+    with _undisturbed(engine):
+        for turn in rounds:
+            if not turn.keeps_cache:
+                cache.clear()
+            order = range(len(guests))[:: -1 if turn.is_turned else 1]
+            served = _serve(engine, [guests[i] for i in order], turn, rng, f"{turn.name} ")
+            for i, answer in zip(order, served, strict=True):
+                violations += _differences(i, turn, answer, alone[i])
+        cache.clear()
+    return violations
+
+
+def serve_alone(engine: Engine, guests: Sequence[Guest]) -> list[Answer]:
+    """Serve requests one by one, without cached prefixes and drafts."""
+    cache, rng, answers = engine.schedulers[0].ledger.cache, random.Random(0), list[Answer]()
+    with _undisturbed(engine):
+        for i, (prompt, params) in enumerate(guests):
+            cache.clear()
+            guest = Guest(prompt, replace(params, speculative=False))
+            answers += _serve(engine, [guest], ROUNDS[0], rng, f"alone {i} ")
+        cache.clear()
+    return answers
+
+
+@contextmanager
+def _undisturbed(engine: Engine) -> Iterator[None]:
+    """Detach the live checks, and verify as many drafts as possible."""
+    with ExitStack() as stack:
+        stack.enter_context(swapped(engine, "sanitizer", None))
+        if engine.worker.cycles:
+            width = FixedWidth(engine.limits.max_width)
+            stack.enter_context(swapped(engine.draft_widths, "policy", width))
+        yield
+
+
+def random_guests(engine: Engine, num: int = NUM_REQUESTS) -> list[Guest]:
+    """Return requests of many lengths. Some share a prefix; some repeat and continue a few letters,
+    so that an n-gram drafter has drafts, right and wrong ones; some prompts exceed a step's token
+    budget, if the context allows."""
+    rng, limits = random.Random(0), engine.limits
+    room = limits.max_model_len - ANSWER_LEN - 1
+    longest = min(room, limits.max_num_batched_tokens + limits.page_size)
+    letters = range(3, min(engine.worker.vocab_size, 200))
+    few = letters[:NUM_LETTERS]
+    shared = [rng.choice(letters) for _ in range(longest)]
+    guests = []
+    for i in range(num):
+        size, bias = max(1, longest * (i + 1) // num), {}
+        prompt = [rng.choice(letters) for _ in range(size)]
+        if i % 3 == 0:
+            prompt[: size // 2] = shared[: size // 2]
+        elif i % 3 == 1:
+            prompt, bias = [rng.choice(few) for _ in range(size)], dict.fromkeys(few, 100.0)
+        params = SamplingParams(
+            temperature=float(i % 2), seed=i, max_tokens=ANSWER_LEN, ignore_eos=True, logprobs=2,
+            logit_bias=bias,
+        )  # fmt: skip
+        guests.append(Guest(prompt, params))
+    return guests
+
+
+def _serve(
+    engine: Engine, guests: Sequence[Guest], turn: Round, rng: random.Random, name: str
+) -> list[Answer]:
+    """Serve requests to their ends, as the round says."""
+    answers: list[RequestHandle] = []
+    num_steps = 0
+    while len(answers) < len(guests) or engine.has_work:
+        while len(answers) < len(guests):
+            answers.append(engine.add(f"{name}{len(answers)}", *guests[len(answers)]))
+            if turn.is_spread and rng.random() < 0.5:
+                break
+        scheduler = engine.schedulers[0]
+        if turn.is_preempted and scheduler.num_running and num_steps % PREEMPTION_STEPS == 1:
+            scheduler.preempt_youngest()
+        engine.step()
+        num_steps += 1
+    return [Answer(answer.token_ids, answer.logprobs) for answer in answers]
+
+
+def _differences(index: int, turn: Round, answer: Answer, alone: Answer) -> Iterator[Violation]:
+    """Yield the first difference between an answer in company and alone."""
+    right = zip(alone.token_ids, alone.logprobs, strict=True)
+    made = zip(answer.token_ids, answer.logprobs, strict=True)
+    for position, ((token, logprob), (its_token, its_logprob)) in enumerate(
+        zip(right, made, strict=True)
+    ):
+        if (token, logprob) == (its_token, its_logprob):
+            continue
+        tensor, got, expected = LOGPROBS, its_logprob.chosen, logprob.chosen
+        if got == expected and its_token != token:
+            tensor, got, expected = SAMPLED, its_token, token
+        found = (
+            f"{got!r} at position {position} of the answer where {expected!r} was expected, as "
+            f"alone; {turn.name}"
+        )
+        yield Violation(COMPANY, ENGINE, f"request {index}", tensor, found)
+        return

@@ -1,0 +1,67 @@
+"""Rules of one grammar in llguidance's Lark, with names that the grammar makes up itself.
+
+This module knows no formats. The rule: text from requests is always written as a literal or as
+JSON, so it cannot add rules.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+ANY_TEXT = r"/(.|\n)*/"
+# JSON allows any amount of white space between tokens, and a weak model can generate it endlessly.
+JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+
+
+class LarkRules:
+    def __init__(self, special: Callable[[str], Sequence[str | int]]) -> None:
+        self._special = special
+        self._rules: list[str] = []
+
+    def text(self, start: str) -> str:
+        """Return the grammar whose start rule is this."""
+        return "\n".join([f"start: {start}", *self._rules])
+
+    def rule(self, body: str, options: str = "") -> str:
+        """Add a rule, and return its name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def marker(self, text: str) -> str:
+        """Return the expression of a marker."""
+        pieces = self._special(text) if text else []
+        return " ".join(map(_piece, pieces))
+
+    def until(self, marker: str, pattern: str = ANY_TEXT) -> str:
+        """Return the expression of text of this pattern up to a marker, and of the marker."""
+        first, *rest = self._special(marker)
+        if isinstance(first, int):
+            found = self.rule(f"{pattern} <[{first}]>")
+        else:
+            found = self.rule(pattern, f"[suffix={literal(first)}]")
+        return " ".join([found, *map(_piece, rest)])
+
+
+def _piece(piece: str | int) -> str:
+    return f"<[{piece}]>" if isinstance(piece, int) else literal(piece)
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Return the expression of JSON that conforms to a schema."""
+    # without $schema: before draft 2019-09, an $id beside a $ref would be ignored
+    plain = {key: value for key, value in schema.items() if key != "$schema"}
+    return f"%json {json.dumps(plain | {'x-guidance': {'whitespace_pattern': JSON_SPACE}})}"
+
+
+def pattern_text(pattern: str) -> str:
+    """Return a regular expression as Lark writes it."""
+    escaped, is_escaped = "", False
+    for char in pattern:
+        escaped += "\\/" if char == "/" and not is_escaped else char
+        is_escaped = char == "\\" and not is_escaped
+    return "/" + escaped.replace("\n", "\\n") + "/"

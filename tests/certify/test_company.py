@@ -1,0 +1,62 @@
+"""Tests of S10 on the CPU: requests alone and in company, in every tiny family, and its faults."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from traffic import engine_of
+
+from slotzero.certify.company import ROUNDS, Round, in_company, random_guests
+from slotzero.certify.company_faults import ORDER_FAULTS, mutate_company
+from slotzero.checkpoint.tiny import tiny_configs
+from slotzero.kernels.cpu.build import compiler
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(compiler() is None, reason="the kernels need a C++ compiler"),
+]
+
+SETTINGS = {"deterministic": True, "snapshot_interval": 16, "kv_cache_memory": 1 << 22}
+EVERYTHING = (
+    Round("all at once"),
+    Round("mixed", is_turned=True, is_spread=True, is_preempted=True, keeps_cache=True),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("family", tiny_configs())
+def test_company_changes_no_bit(family):
+    """Prompts are longer than a step, and prefixes are found in the cache."""
+    engine = engine_of(family, "wide", backend="eager", **SETTINGS)
+    assert engine.limits.is_deterministic
+    assert in_company(engine, EVERYTHING, random_guests(engine, 3)) == []
+    assert engine.schedulers.num_preemptions
+
+
+def test_company_changes_no_bit_of_compiled_steps():
+    engine = engine_of("llama", "wide", backend="cpu", **SETTINGS | {"max_num_seqs": 2})
+    assert in_company(engine, EVERYTHING, random_guests(engine, 3)) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon-h1"])
+def test_company_with_drafts_changes_no_bit(family):
+    """Alone there are no drafts; in company some are right and some wrong."""
+    more = {"speculative": "ngram", "speculative_steps": 2}
+    engine = engine_of(family, "wide", backend="eager", **SETTINGS, **more)
+    assert in_company(engine, EVERYTHING, random_guests(engine, 4)) == []
+    assert 0 < engine.speculation.num_accepted_tokens < engine.speculation.num_draft_tokens
+
+
+def test_faults_of_the_order_of_summation_are_named():
+    engine = engine_of("llama", "wide", backend="eager", deterministic=True)
+    mutants = mutate_company(engine)
+    assert [mutant.fault for mutant in mutants] == [fault.name for fault in ORDER_FAULTS]
+    assert all(mutant.caught_by == "S10" and mutant.is_named for mutant in mutants)
+    assert in_company(engine, ROUNDS[:1]) == []  # everything is put back
