@@ -43,8 +43,8 @@ test-fast: $(TEST)  ## install, then run ruff, mypy and the tests that are not s
 test-gpu: $(TEST)  ## install, then run the tests that need an NVIDIA GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu -n 15 --no-loadscope-reorder tests/gpu tests/kernels/triton tests/bench/test_bench.py
 
-bench: $(TEST)  ## install, then compare the speed with transformers on this CPU
-	$(BIN)/python benchmarks/cpu_vs_transformers.py
+bench: $(TEST)  ## install, then compare the speed with llama.cpp and transformers on this CPU
+	$(BIN)/python benchmarks/cpu.py
 
 certify: $(RUNTIME)  ## install, then prove on this machine that padding is harmless
 	@$(BIN)/slotzero certify

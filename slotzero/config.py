@@ -59,8 +59,8 @@ class EngineConfig:
     many tokens as 16 bits; none is the same as dtype; auto is fp8 if the checkpoint's config asks
     for it, else none. A drafter's KV has the same type."""
     backend: str = "auto"
-    """How steps run: cuda (CUDA graphs), cpu (compiled code), eager (nothing is recorded), or auto
-    for the fastest one that this machine supports."""
+    """How steps run: cuda (CUDA graphs), cpu (lists of operators), eager (nothing is recorded), or
+    auto for the fastest one that this machine supports."""
     enforce_eager: bool = False
     """The same as --backend eager."""
     max_model_len: int | None = None
@@ -71,7 +71,8 @@ class EngineConfig:
     """Maximum number of tokens per step; longer prompts are processed in chunks (chunked prefill).
     """
     kv_cache_memory: int | None = None
-    """Bytes for the KV cache (suffixes K, M, G); default: derived from free memory."""
+    """Bytes for the KV cache (suffixes K, M, G); default: derived from free memory. On a CPU 1 GiB,
+    or twice the weights or one request of the full context if larger, at most a quarter of it."""
     sliding_kv_memory: int | None = None
     """Bytes of the KV cache for sliding-window layers; default: enough for the same number of
     requests of --expected-len tokens as in the other layers."""

@@ -72,15 +72,13 @@ def snapshots_of(engine: Engine) -> tuple[str, ...]:
 def bounds_of(engine: Engine) -> Bounds:
     """Return how far results may differ with this backend and these kernels.
 
-    Batch-invariant kernels compute a row to the same bits in every batch, and Inductor fuses only
-    copies, sums and products around them, which round in the same way everywhere. Other kernels sum
-    in an order that depends on the batch (plain torch, and on CUDA the way in which matrix products
+    A replay repeats the operators of an eager step, so both give the same bits. Batch-invariant
+    kernels compute a row to the same bits in every batch, and only copies, sums and products of two
+    values are computed around them, which round in the same way everywhere. Other kernels sum in an
+    order that depends on the batch (plain torch, and on CUDA the way in which matrix products
     and attention are split, docs/decisions/0009), so a row is bit-identical only in an identical
     batch. With more than two ranks, partial sums are added in an order that depends on their place
     in the collective's buffer, except in deterministic mode.
-
-    The layers of transformers (the bridge) are plain torch, and Inductor sums in an order of its
-    own, so with the cpu backend a recording differs from eager code by rounding.
     """
     rounding = _RELATIVE[engine.limits.dtype]
     if engine.limits.kv_cache_dtype == "fp8":
@@ -89,8 +87,7 @@ def bounds_of(engine: Engine) -> Bounds:
     ranks = engine.rank_group.ranks
     if model.is_batch_invariant and (ranks.size <= 2 or ranks.in_order):
         return Bounds(replay=0.0, size=0.0, neighbours=0.0)
-    is_exact = model.compiles_exactly or engine.limits.backend != "cpu"
-    return Bounds(replay=0.0 if is_exact else rounding, size=rounding, neighbours=rounding)
+    return Bounds(replay=0.0, size=rounding, neighbours=rounding)
 
 
 @contextmanager

@@ -9,9 +9,11 @@ All tensors that CUDA graphs read are registered in this process, never after th
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -146,6 +148,7 @@ class _Builder:
             backend=self._backend,
             dtype=self._dtype,
             shares_prefixes=loaded.shares_prefixes,
+            weight_bytes=loaded.num_bytes,
             ranks=self._ranks,
             is_deterministic=is_deterministic(loaded.decoder.is_batch_invariant, self._ranks),
         )
@@ -379,6 +382,14 @@ def _prefill_runners(
     return captured, Runner(spec, registry, EagerBackend(), reason)
 
 
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. On a CPU they take memory page by page, when they are first written."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    zeros = np.zeros(math.prod(size) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(zeros).view(dtype).view(size)
+
+
 def page_table(group: str) -> str:
     """Return the name of the page table of a KV group."""
     return "page_table" if group == FULL else f"page_table_{group}"
@@ -387,8 +398,8 @@ def page_table(group: str) -> str:
 def _kv_pages(registry: Registry, shape: GroupShape, num_pages: int) -> torch.Tensor:
     size = (shape.num_layers, num_pages, shape.page_size, shape.num_kv_heads, shape.width)
     try:
-        pages = torch.zeros(size, dtype=shape.dtype, device=registry.device)
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+        pages = _zeros(size, shape.dtype, registry.device)
+    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
         raise CapacityError(
             f"{num_pages} KV pages do not fit into memory: lower --kv-cache-memory"
         ) from error

@@ -21,7 +21,7 @@ from slotzero.kernels.float8_kv import CODES
 from slotzero.models.blocks.attention import KvGroup
 from slotzero.models.config import ModelConfig
 from slotzero.models.model import ModelShape
-from slotzero.pools.budget import Demand, GroupShape, free_bytes, split
+from slotzero.pools.budget import Demand, GroupShape, free_bytes, moderate, split
 from slotzero.pools.pages import KvPool, PagePool, reach
 from slotzero.pools.states import StateShape
 from slotzero.speculative.drafter import MOST_PENDING
@@ -207,12 +207,14 @@ def resolve_limits(
     backend: str,
     dtype: torch.dtype,
     shares_prefixes: bool,
+    weight_bytes: int,
     ranks: Ranks,
     is_deterministic: bool = False,
 ) -> Limits:
     """Resolve every open setting, and split the memory that is free now.
 
-    `shares_prefixes` is false if the drafter does not allow prefix caching.
+    `shares_prefixes` is false if the drafter does not allow prefix caching. On a CPU, the KV cache
+    of a model with `weight_bytes` takes a moderate part of the memory.
     """
     max_position = model.max_position
     if config.max_model_len is not None and config.max_model_len > max_position:
@@ -223,6 +225,8 @@ def resolve_limits(
     budget = _kv_budget(config, device, ranks)
     chunk = reach(batch.tokens, batch.ahead, MOST_PENDING if batch.ahead else 0)
     demand = Demand(batch.rows, chunk, config.expected_len, config.max_model_len, max_position)
+    if device.type == "cpu" and config.kv_cache_memory is None:
+        budget = ranks.least(moderate(shapes, budget, demand, weight_bytes))
     caches, num_snapshots = config.enable_prefix_caching and shares_prefixes, 0
     if states is not None:
         budget = states.reserve(batch.rows, batch.widths[-1], budget)

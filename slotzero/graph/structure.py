@@ -1,10 +1,10 @@
-"""Nested arguments of a compiled piece, taken apart into tensors and put together again.
+"""Nested arguments of a piece, taken apart into tensors and put together again.
 
-A compiler takes a flat list of tensors. Pieces are called with nested tuples (NamedTuples mostly);
-everything in them that is not a tensor or a tuple is static: it is part of what is compiled.
+Pieces are called with nested tuples (NamedTuples mostly). Everything in them that is neither a
+tensor nor a tuple is static.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -26,18 +26,6 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
     """Return the tensors of a nested value in order, and its structure."""
     tensors: list[Tensor] = []
     return tensors, _take_apart(value, tensors)
-
-
-def collector(structure: Structure) -> Callable[[Any], list[Tensor]]:
-    """Return a function that collects the tensors of a value with this structure.
-
-    It is one generated expression, because a replay calls it for every layer.
-    """
-    paths = ("".join(f"[{i}]" for i in path) for path in _paths(structure))
-    made: Callable[[Any], list[Tensor]] = eval(
-        f"lambda value: [{', '.join(f'value{path}' for path in paths)}]"
-    )
-    return made
 
 
 def builder(structure: Structure) -> Callable[[Sequence[Tensor]], Any]:
@@ -63,14 +51,6 @@ def builder(structure: Structure) -> Callable[[Sequence[Tensor]], Any]:
     source = f"lambda tensors: {expression(structure)}"
     made: Callable[[Sequence[Tensor]], Any] = eval(source, names)
     return made
-
-
-def _paths(structure: Structure, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    if structure is TENSOR:
-        yield path
-    elif isinstance(structure, tuple):
-        for i, child in enumerate(structure[1:]):
-            yield from _paths(child, (*path, i))
 
 
 def _take_apart(value: Any, tensors: list[Tensor]) -> Structure:

@@ -26,6 +26,8 @@ FLOAT8_MAX = 448.0
 SMALLEST_SCALE = 1e-12  # of rows that are all zeros
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
 MXFP4_BIAS = 127
+INTEGER_MAX = 127.0  # of activations in 8 bits
+SMALLEST_PEAK = 1e-30  # activations below it are rounded to zeros
 
 
 class QuantizedRows(NamedTuple):
@@ -153,6 +155,7 @@ def quantise(weight: Tensor, format: WeightFormat) -> QuantizedRows:
         case _:
             top = (1 << format.bits) - 1
             if format.has_offsets:
+                low = low.half().float() if format.has_half_offsets else low
                 scales, offsets = _rounded(_divide(high - low, top), format), low
                 numbers = (grouped - low[..., None]) / scales[..., None]
             else:
@@ -291,3 +294,26 @@ def _group_scales(x: Tensor, group: int) -> Tensor:
     grouped = padded.view(*padded.shape[:-1], padded.shape[-1] // group, group)
     scales = _divide(grouped.amax(-1, keepdim=True), FLOAT8_MAX).clamp_min(SMALLEST_SCALE)
     return scales.expand_as(grouped).flatten(-2)[..., :columns]
+
+
+def integer_product(x: Tensor, rows: QuantizedRows, format: WeightFormat, chunk: int) -> Tensor:
+    """Multiply x [T, columns] by a weight with activations in 8 bits: the definition of products in
+    integers, slow and in float64 except for the rounding of activations.
+
+    Each chunk of activations has a scale, its largest size / 127. Sums of codes are exact integers.
+    """
+    columns = x.shape[-1]
+    padding = 0, -columns % chunk
+    chunks = F.pad(x.float(), padding).view(len(x), -1, chunk)
+    peaks = chunks.abs().amax(-1)
+    is_small = peaks < SMALLEST_PEAK
+    inverse = (INTEGER_MAX / peaks).masked_fill(is_small, 0.0)
+    scales = (peaks / INTEGER_MAX).masked_fill(is_small, 0.0).double()  # [T, chunks]
+    rounded = (chunks * inverse[..., None]).round().double()
+    codes = F.pad(rows.codes, padding).view(len(rows.codes), -1, chunk).double() - format.zero
+    sums = torch.einsum("tck,nck->tnc", rounded, codes)  # exact: far below 2**53
+    first = torch.arange(0, columns, chunk, device=x.device) // (format.group or columns)
+    made = (sums * scales[:, None] * scales_of(rows.scales).double()[:, first]).sum(-1)
+    if rows.offsets is not None:
+        made += (rounded.sum(-1) * scales) @ rows.offsets.double()[:, first].T
+    return made.float()

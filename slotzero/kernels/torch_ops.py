@@ -59,6 +59,10 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
             case JoinedWeight(parts):
                 return torch.cat([self.product(x, part) for part in parts], dim=-1)
 
+    def product_into(self, x: Tensor, weight: LinearWeight, out: Tensor) -> None:
+        """Write `product` of x to `out`."""
+        out.copy_(self.product(x, weight))
+
     @abstractmethod
     def dense_product(self, x: Tensor, weight: DenseWeight) -> Tensor:
         """x [rows, in_features] -> [rows, out_features]"""
@@ -105,6 +109,10 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
             return F.relu(gates) * values
         gates, values = gates.clamp(max=CLAMP), values.clamp(-CLAMP, CLAMP)
         return (values + 1) * (gates * torch.sigmoid(SLOPE * gates))
+
+    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
+        """Apply RoPE to x [T, heads, head_dim]."""
+        return rotate(x, *angles)
 
     def softmax(self, x: Tensor) -> Tensor:
         """Return the softmax over the last axis of x [rows, size]."""
@@ -231,8 +239,10 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
     def logits(
         self, x: Normed, weight: LinearWeight, slots: Tensor, softcap: float | None, out: Tensor
     ) -> None:
-        scores = self.product(x.x.masked_fill((slots == 0)[:, None], 0), weight)
-        out.copy_(scores if softcap is None else self.softcap(scores, softcap))
+        masked = x.x.masked_fill((slots == 0)[:, None], 0)
+        self.product_into(masked, weight, out)
+        if softcap is not None:
+            out.copy_(self.softcap(out, softcap))
 
     def linear_gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Normed:
         gates, values = self.product(x.x, weight).chunk(2, -1)
@@ -281,7 +291,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
     ) -> Tensor:
         q, k, v = torch.split(qkv, [*heads.sizes], dim=-1)
         q, k = (
-            rotate(x.view(len(x), -1, heads.head_dim), *angles)
+            self.rotate(x.view(len(x), -1, heads.head_dim), angles)
             for x, angles in ((q, q_angles), (k, k_angles))
         )
         q = q if norms.q is None else self.rms_norm(q, norms.q, heads.norm_eps)
@@ -303,7 +313,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         q = self._rotated(q, norms.q, angles, heads)
         if heads.stores:
             k = self._rotated(k, norms.k, angles, heads)
-            v = v.contiguous().view(len(qkv), -1, heads.value_dim)
+            v = v.view(len(qkv), -1, heads.value_dim)
             if heads.norms_values:
                 v = self.rms_norm(v, None, heads.norm_eps)
             self.store_kv(k, v, kv, plan.tokens)
@@ -316,7 +326,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         x = x.view(len(x), -1, heads.head_dim)
         if not heads.norms_whole and norm is not None:
             x = self.rms_norm(x, norm, heads.norm_eps)
-        return rotate(x, *angles)
+        return self.rotate(x, angles)
 
     def _top_experts(
         self, scores: Tensor, weights: ExpertWeights, shape: Experts
@@ -375,9 +385,9 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         q_nope, q_rope = q[..., :nope_dim], q[..., nope_dim:]
         k_rope, latent = k[:, None, :rope_dim], k[:, None, rope_dim:]
         latent = self.rms_norm(latent, weights.k_norm, heads.norm_eps)
-        row = torch.cat((rotate(k_rope, *angles), latent), dim=-1)
+        row = torch.cat((self.rotate(k_rope, angles), latent), dim=-1)
         absorbed = self.per_head_product(q_nope, weights.up_k, transposed=False)
-        q = torch.cat((rotate(q_rope, *angles), absorbed), dim=-1)
+        q = torch.cat((self.rotate(q_rope, angles), absorbed), dim=-1)
         shape = heads.mla.index
         if shape is None or index is None:
             self.store_kv(row, row[..., :0], kv, plan.tokens)

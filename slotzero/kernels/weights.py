@@ -30,6 +30,7 @@ class WeightFormat:
     group: int | None = None  # input features that share a scale; None: whole rows
     zero: int = 0
     has_offsets: bool = False
+    has_half_offsets: bool = False  # float16 holds the offsets exactly
     is_scattered: bool = False
     """A table says which group an input feature is in (GPTQ's desc_act). Otherwise groups are
     consecutive."""

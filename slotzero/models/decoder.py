@@ -116,10 +116,6 @@ class Decoder(Model):
     def is_batch_invariant(self) -> bool:
         return self._kernels.is_batch_invariant
 
-    @property
-    def compiles_exactly(self) -> bool:
-        return True
-
     def forward(
         self,
         batch: DecoderBatch,

@@ -80,11 +80,6 @@ class Model(ABC):
     def is_batch_invariant(self) -> bool:
         """Whether a token's results have the same bits in every batch."""
 
-    @property
-    @abstractmethod
-    def compiles_exactly(self) -> bool:
-        """Whether code that Inductor compiles from the layers gives the same bits as the layers."""
-
     @abstractmethod
     def forward(
         self,

@@ -14,6 +14,7 @@ from slotzero.errors import CapacityError
 from slotzero.system.memory import memory
 
 CPU_SHARE = 0.25  # fraction of the available memory; the rest is left to other programs
+CPU_BYTES = 1 << 30  # on a CPU, enough unless weights or contexts are larger
 CUDA_RESERVE = 2 << 30  # graphs, workspaces and activations
 
 
@@ -124,6 +125,20 @@ def split(
                 f"layers use {show(others)}: raise --kv-cache-memory or lower --sliding-kv-memory"
             )
     return {name: num + 1 for name, num in pages.items()}, length
+
+
+def moderate(
+    shapes: Sequence[GroupShape], available: int, demand: Demand, weight_bytes: int
+) -> int:
+    """Return the budget on a CPU by default: 1 GiB, or twice the weights or one request of the full
+    context length if those are larger; at most what is available."""
+    return min(available, max(CPU_BYTES, 2 * weight_bytes, _needed(shapes, demand)))
+
+
+def _needed(shapes: Sequence[GroupShape], demand: Demand) -> int:
+    """Return the bytes for one request of the full context length."""
+    length = demand.max_model_len or demand.limit
+    return sum((s.needed(length, demand.chunk) + 1) * s.num_bytes for s in shapes)
 
 
 def _fitting_len(shapes: Sequence[GroupShape], budget: int, demand: Demand) -> int:

@@ -96,6 +96,9 @@ class GgufMethod(Method):
         )
 
 
+_LOW_HALVES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
+
+
 def _halves(data: Tensor) -> Tensor:
     """Return pairs of bytes as float16, widened to float32."""
     return data.contiguous().view(torch.float16).float()
@@ -103,9 +106,10 @@ def _halves(data: Tensor) -> Tensor:
 
 def _nibbles(data: Tensor, run: int) -> Tensor:
     """Return 4-bit codes [blocks, numbers]: of each run of bytes first all low halves, then all
-    high halves."""
-    runs = data.reshape(len(data), -1, run)
-    return torch.stack((runs & 15, runs >> 4), dim=-2).flatten(1)
+    high halves. Eight bytes are processed at a time."""
+    words = data.contiguous().view(torch.int64).view(len(data), -1, run // 8)
+    codes = torch.stack((words & _LOW_HALVES, words >> 4 & _LOW_HALVES), dim=-2)
+    return codes.flatten(1).view(torch.uint8)
 
 
 def _bits_of(data: Tensor) -> Tensor:
@@ -166,9 +170,14 @@ def _unpack_q6_k(blocks: Tensor) -> Unpacked:
 
 def _of_32(codes: Codes, zero: int | None = None) -> WeightFormat:
     """Return the format of blocks of 32, whose scales are float16; without a zero, they have
-    offsets."""
+    offsets in float16."""
     return WeightFormat(
-        codes, 32, zero=zero or 0, has_offsets=zero is None, scale_dtype=torch.float16
+        codes,
+        32,
+        zero=zero or 0,
+        has_offsets=zero is None,
+        has_half_offsets=zero is None,
+        scale_dtype=torch.float16,
     )
 
 

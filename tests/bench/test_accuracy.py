@@ -200,7 +200,7 @@ def test_accuracy_ends_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (report["benchmark"], report["model"]) == ("accuracy", "tiny:llama")
     assert (report["quantization"], report["reference_quantization"]) == ("int8", "none")
     assert (report["tokens"], report["windows"], report["context"]) == (150, 3, 64)
-    assert 0 < report["kl_divergence"]["mean"] <= report["kl_divergence"]["max"] < 0.1
+    assert 0 < report["kl_divergence"]["mean"] <= report["kl_divergence"]["max"] < 0.2
     assert 0.9 < report["same_top_token"] <= 1
     assert report["perplexity"]["reference"] > 1
     assert report["weight_bytes"]["quantized"] < report["weight_bytes"]["reference"]

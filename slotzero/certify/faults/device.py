@@ -17,8 +17,7 @@ from slotzero.certify.faults.case import Case, Fault, always, swapped, swapped_i
 from slotzero.certify.reach import is_drafter
 from slotzero.certify.scenario import kind_of
 from slotzero.graph import GraphKey, Pieces, Runner, TensorKind
-from slotzero.graph.backend import Recording, StepFunction
-from slotzero.graph.cpu import CpuRecording
+from slotzero.graph.backend import StepFunction
 from slotzero.models.layer import LayerStep
 from slotzero.speculative.assistant import AssistantDrafter
 from slotzero.speculative.passes import DRAFT, EXTEND
@@ -68,13 +67,8 @@ class _Damaging(Pieces):
 
 @contextmanager
 def recorded(runner: Runner, key: GraphKey, damaged: StepFunction) -> Iterator[None]:
-    recording: Recording | None = runner._recordings[key]
-    if isinstance(recording, CpuRecording):  # its pieces are the same: nothing is compiled again
-        recording = CpuRecording(damaged, recording._calls)
-    else:
-        runner._publish_empty_step()
-        recording = runner.backend.record(damaged)
-    with swapped_item(runner._recordings, key, recording):
+    runner._publish_empty_step()
+    with swapped_item(runner._recordings, key, runner.backend.record(damaged)):
         yield
 
 

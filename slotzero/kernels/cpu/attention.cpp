@@ -21,6 +21,8 @@
 
 #include "float8.h"
 #include "simd.h"
+#include "threads.h"
+#include "vector_math.h"
 
 using torch::stable::Tensor;
 
@@ -28,26 +30,41 @@ namespace {
 
 constexpr int TOKENS = 8;   // queries of one prompt that share a pass over the KV
 constexpr int KEYS = 16;    // keys scored before one rescaling of the sums
-constexpr int64_t WORTH_THREADS = 1 << 14;  // products below which waking threads costs more
+constexpr int64_t WORTH_THREADS = 1 << 17;  // products below which waking threads costs more
 constexpr int UNIT = 8;     // keys in registers at once; the order of sums does not depend on it
 constexpr int PLACES = 63;  // most nodes of a tree: the same as in tree_shape.py
 
 const float* floats(const Tensor& t) { return static_cast<const float*>(t.data_ptr()); }
 const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); }
 
-// Dot products of one vector with BLOCK others, `stride` apart.
-template <int BLOCK>
-void dots(const float* a, const float* b, int64_t stride, int64_t n, float* out) {
-  Vec acc[BLOCK];
-  UNROLL for (int j = 0; j < BLOCK; ++j) acc[j] = Vec{};
+// Where the values of keys are added up: one register of each of LANES keys.
+struct Dots {
+  Vec sums[LANES];
+};
+
+// Adds to sums[j] the products of a with row j of b, for the first `count` rows.
+template <bool all_rows>
+inline void add_products(const float* a, const float* b, int64_t stride, int count, int64_t n, Dots& dots) {
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
     const Vec av = load(a + i);
-    UNROLL for (int j = 0; j < BLOCK; ++j) acc[j] = fused(av, load(b + j * stride + i), acc[j]);
+    UNROLL for (int j = 0; j < LANES; ++j)
+      if (all_rows || j < count) dots.sums[j] = fused(av, load(b + j * stride + i), dots.sums[j]);
   }
-  UNROLL for (int j = 0; j < BLOCK; ++j) out[j] = lane_sum(acc[j]);
-  for (; i < n; ++i)
-    for (int j = 0; j < BLOCK; ++j) out[j] += a[i] * b[j * stride + i];
+  if (i == n) return;
+  const Vec av = load_tail(a + i, n - i, 0.0f);
+  for (int j = 0; j < count; ++j)
+    dots.sums[j] = fused(av, load_tail(b + j * stride + i, n - i, 0.0f), dots.sums[j]);
+}
+
+// Dot products of one vector with `count` others, `stride` apart; 0 in the other lanes.
+Vec dots_of(const float* a, const float* b, int64_t stride, int count, int64_t n) {
+  Dots dots{};
+  if (count == LANES)
+    add_products<true>(a, b, stride, count, n, dots);
+  else
+    add_products<false>(a, b, stride, count, n, dots);
+  return lane_sums(dots.sums);
 }
 
 // y += weighted sum of BLOCK vectors, `stride` apart, in order.
@@ -123,40 +140,54 @@ struct Query {
 };
 
 // Folds the visible ones of positions [first, first + count) into the query's softmax. `kv` is the
-// row of the first position: its key, and the value at its end.
-void fold(Query& query, const float* kv, int32_t first, int count, const Shape& shape) {
+// row of the first position: its key, and the value at its end. A key always has the same lane, and
+// lanes of keys that are not visible hold zeros, so the order of sums does not depend on the others.
+void fold(Query& query, const float* kv, int32_t first, int count, const Shape& shape, int lane = 0) {
   const int unseen = std::max(0, query.begin - first);
   count = std::min<int>(count, query.end - first) - unseen;
   if (count <= 0) return;
-  const int64_t stride = shape.stride, head_dim = shape.head_dim, value_dim = shape.value_dim;
+  lane += unseen;
+  const int64_t stride = shape.stride, value_dim = shape.value_dim;
   const float *keys = kv + unseen * stride, *values = keys + shape.value_at;
-  float score[KEYS], max = query.max;
-  int j = 0;
-  for (; j + UNIT <= count; j += UNIT)
-    dots<UNIT>(query.q, keys + j * stride, stride, head_dim, score + j);
-  for (; j < count; ++j) dots<1>(query.q, keys + j * stride, stride, head_dim, score + j);
-  for (j = 0; j < count; ++j) score[j] *= shape.scale;
-  if (shape.softcap != 0)
-    for (j = 0; j < count; ++j) score[j] = shape.softcap * std::tanh(score[j] / shape.softcap);
-  for (j = 0; j < count; ++j) max = std::max(max, score[j]);
+  constexpr float NONE = -std::numeric_limits<float>::infinity();
+  float weights[KEYS];
+  std::fill_n(weights, KEYS, NONE);
+  for (int j = 0; j < count; j += LANES) {
+    const int some = std::min(LANES, count - j);
+    Vec scores = dots_of(query.q, keys + j * stride, stride, some, shape.head_dim) * shape.scale;
+    if (shape.softcap != 0) scores = shape.softcap * tanh_of(scores / shape.softcap);
+    if (some == LANES)
+      store(weights + lane + j, scores);
+    else
+      store_tail(weights + lane + j, some, scores);
+  }
+  float max = query.max;
+  for (int j = lane; j < lane + count; ++j) max = std::max(max, weights[j]);
   if (max > query.max) {
     const float shrink = std::exp(query.max - max);
     query.sum *= shrink;
     scale(query.out, shrink, value_dim);
     query.max = max;
   }
-  for (j = 0; j < count; ++j) query.sum += score[j] = std::exp(score[j] - query.max);
-  for (j = 0; j + UNIT <= count; j += UNIT)
-    add_weighted<UNIT>(query.out, score + j, values + j * stride, stride, value_dim);
+  Vec total{};
+  UNROLL for (int j = 0; j < KEYS; j += LANES) {
+    const Vec powers = exp_of(load(weights + j) - query.max);
+    store(weights + j, powers);
+    total += powers;
+  }
+  query.sum += lane_sum(total);
+  int j = 0;
+  for (; j + UNIT <= count; j += UNIT)
+    add_weighted<UNIT>(query.out, weights + lane + j, values + j * stride, stride, value_dim);
   for (; j < count; ++j)
-    add_weighted<1>(query.out, score + j, values + j * stride, stride, value_dim);
+    add_weighted<1>(query.out, weights + lane + j, values + j * stride, stride, value_dim);
 }
 
 // Does the same for a block of which some keys are not seen: one run of visible keys after another.
 void fold_branch(Query& query, const float* kv, int32_t first, int count, const Shape& shape) {
   for (int begin = 0, end = 0; begin < count; begin = end + 1) {
     for (end = begin; end < count && query.sees(first + end);) ++end;
-    fold(query, kv + begin * shape.stride, first + begin, end - begin, shape);
+    fold(query, kv + begin * shape.stride, first + begin, end - begin, shape, begin);
   }
 }
 
@@ -228,8 +259,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
   int64_t work = 0;
   for (int64_t t = 0; t < q.size(0); ++t)
     work += std::min(position_of[t] + 1, most) * heads * head_dim;
-#pragma omp parallel for schedule(dynamic, 1) if (work > WORTH_THREADS)
-  for (int64_t item = 0; item < items; ++item) {
+  slotzero::parallel_for(items, work > WORTH_THREADS, [&](int64_t item) {
     const Run run = runs[item / kv_heads];
     const int64_t kv_head = item % kv_heads;
     const int32_t slot = slot_of[run.begin];
@@ -269,7 +299,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
       }
     }
     for (Query& query : queries) scale(query.out, pages.value_scale / query.sum, value_dim);
-  }
+  });
 }
 
 void store_codes(const float* from, int64_t size, float scale, uint8_t* to) {
@@ -280,10 +310,10 @@ void store_codes(const float* from, int64_t size, float scale, uint8_t* to) {
 // `slots[t]`; drops slot 0.
 void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table,
               std::optional<Tensor> kv_scales, Tensor slots, Tensor positions) {
-  STD_TORCH_CHECK(k.is_contiguous() && v.is_contiguous() && kv_pages.is_contiguous() &&
-                      page_table.is_contiguous(),
-                  "store_kv: k, v, kv_pages and page_table must be contiguous");
   const int64_t kv_heads = k.size(1), head_dim = k.size(2), value_dim = v.size(2);
+  const auto is_rows = [](const Tensor& t) { return t.size(2) == 0 || t.stride(2) == 1; };
+  STD_TORCH_CHECK(is_rows(k) && is_rows(v) && kv_pages.is_contiguous() && page_table.is_contiguous(),
+                  "store_kv: rows of k and v, kv_pages and page_table must be contiguous");
   const int64_t page = kv_pages.size(1), pair = head_dim + value_dim, width = page_table.size(1);
   STD_TORCH_CHECK(kv_pages.size(2) == kv_heads && kv_pages.size(3) == pair,
                   "store_kv: kv_pages do not fit k and v");
@@ -294,8 +324,8 @@ void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table,
     const int64_t page_id = table[slot_of[t] * width + position_of[t] / page];
     int64_t at = (page_id * page + position_of[t] % page) * kv_heads * pair;
     for (int64_t head = 0; head < kv_heads; ++head, at += pair) {
-      const float* key = floats(k) + (t * kv_heads + head) * head_dim;
-      const float* value = floats(v) + (t * kv_heads + head) * value_dim;
+      const float* key = floats(k) + t * k.stride(0) + head * k.stride(1);
+      const float* value = floats(v) + t * v.stride(0) + head * v.stride(1);
       if (scales) {
         auto* to = static_cast<uint8_t*>(kv_pages.data_ptr()) + at;
         store_codes(key, head_dim, scales[0], to);

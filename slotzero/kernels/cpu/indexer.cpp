@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "simd.h"
+#include "threads.h"
 
 using torch::stable::Tensor;
 
@@ -49,11 +50,10 @@ void select_keys(Tensor q, Tensor weights, Tensor kv_pages, Tensor page_table, T
   const int32_t* base_of = bases ? ints(*bases) : nullptr;
   const int64_t* seen_of = seen ? static_cast<const int64_t*>(seen->data_ptr()) : nullptr;
   auto* op = static_cast<uint8_t*>(out.data_ptr());
-#pragma omp parallel for schedule(dynamic, 1)
-  for (int64_t t = 0; t < q.size(0); ++t) {
+  slotzero::parallel_for(q.size(0), true, [&](int64_t t) {
     uint8_t* taken = op + t * most;
     std::fill_n(taken, most, 0);
-    if (slot_of[t] == 0) continue;
+    if (slot_of[t] == 0) return;
     std::vector<Scored> found;
     for (int32_t p = 0; p <= position_of[t]; ++p) {
       const int64_t place = base_of ? static_cast<int64_t>(p) - base_of[t] : -1;
@@ -70,7 +70,7 @@ void select_keys(Tensor q, Tensor weights, Tensor kv_pages, Tensor page_table, T
     if (num < static_cast<int64_t>(found.size()))
       std::nth_element(found.begin(), found.begin() + num, found.end());
     for (int64_t i = 0; i < num; ++i) taken[found[i].position] = 1;
-  }
+  });
 }
 
 }  // namespace

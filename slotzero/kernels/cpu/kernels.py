@@ -5,8 +5,6 @@ every batch. The operations left to torch (copies, sums and products of two valu
 everywhere.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -42,13 +40,16 @@ CODES = "uint4", "uint8", "float8", "mxfp4"  # numbered as in linear_quantized.c
 FEATURES = 16  # output features side by side in a packed weight; the same as in linear.cpp
 
 
+QUAD_BYTES = 4 * FEATURES  # four codes of each feature of a block; as in linear_integer.cpp
+GROUPED = "scales", "offsets"  # fields with a value for each output feature and group
+
+
 class CpuKernels(TorchKernels):
     name = "cpu"
     is_batch_invariant = True
 
     def __init__(self) -> None:
         build.load()
-        _register_shapes()
 
     def packed_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         return (-(-out_features // FEATURES), in_features, FEATURES)
@@ -62,24 +63,29 @@ class CpuKernels(TorchKernels):
     def quantized_shapes(
         self, out_features: int, in_features: int, format: WeightFormat
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Sixteen output features side by side, as in a dense weight; scales are float32."""
-        blocks, bytes_of_codes = -(-out_features // FEATURES), FEATURES * format.bits // 8
-        groups = (blocks, format.num_groups(in_features), FEATURES), torch.float32
-        ours = {
-            "codes": ((blocks, in_features, bytes_of_codes), torch.uint8),
-            "scales": groups,
-            "offsets": groups,
-        }
+        """Sixteen output features side by side, as in a dense weight."""
+        blocks, groups = -(-out_features // FEATURES), format.num_groups(in_features)
+        bytes_of_codes = FEATURES * format.bits // 8
+        codes, kinds = (blocks, in_features, bytes_of_codes), dict.fromkeys(GROUPED, torch.float32)
+        if is_integer(format):
+            quads = -(-in_features // chunk_of(format)) * chunk_of(format) // 4
+            codes, kinds = (blocks, quads * format.bits // 8, QUAD_BYTES), _kinds_of(format)
+        ours = {field: ((blocks, groups, FEATURES), kind) for field, kind in kinds.items()}
+        ours["codes"] = codes, torch.uint8
         plain = format.shapes(out_features, in_features)
         return {field: ours.get(field, shape) for field, shape in plain.items()}
 
     def pack_quantized(self, rows: QuantizedRows, format: WeightFormat) -> dict[str, Tensor]:
-        codes = self.pack(rows.codes)
-        if format.bits == 4:
-            codes = codes[..., : FEATURES // 2] | codes[..., FEATURES // 2 :] << 4
-        made = {"codes": codes, "scales": self.pack(scales_of(rows.scales))}
+        if is_integer(format):
+            codes, kinds = _pack_quads(rows.codes, format), _kinds_of(format)
+        else:
+            codes, kinds = self.pack(rows.codes), dict.fromkeys(GROUPED, torch.float32)
+            if format.bits == 4:
+                codes = codes[..., : FEATURES // 2] | codes[..., FEATURES // 2 :] << 4
+        scales = scales_of(rows.scales).to(kinds["scales"])
+        made = {"codes": codes, "scales": self.pack(scales)}
         if rows.offsets is not None:
-            made["offsets"] = self.pack(rows.offsets.float())
+            made["offsets"] = self.pack(rows.offsets.to(kinds["offsets"]))
         for field in ("group_of", "input_scale"):
             if (tensor := getattr(rows, field)) is not None:
                 made[field] = tensor
@@ -87,16 +93,22 @@ class CpuKernels(TorchKernels):
 
     def dense_product(self, x: Tensor, weight: DenseWeight) -> Tensor:
         out = x.new_empty(x.shape[0], weight.out_features)
-        torch.ops.slotzero.linear.default(x, weight.data, weight.bias, out)
+        self.product_into(x, weight, out)
         return out
 
     def quantized_product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
-        out, format = x.new_empty(x.shape[0], weight.out_features), weight.format
-        torch.ops.slotzero.quantized.default(
-            x, *_quantized(weight), weight.bias, CODES.index(format.codes), format.zero,
-            format.group or weight.in_features, out,
-        )  # fmt: skip
+        out = x.new_empty(x.shape[0], weight.out_features)
+        _quantized_into(x, weight, out)
         return out
+
+    def product_into(self, x: Tensor, weight: LinearWeight, out: Tensor) -> None:
+        match weight:
+            case DenseWeight():
+                torch.ops.slotzero.linear.default(x, weight.data, weight.bias, out)
+            case QuantizedWeight():
+                _quantized_into(self.round_input(x, weight), weight, out)
+            case JoinedWeight():
+                super().product_into(x, weight, out)
 
     def round_input(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
         format = weight.format
@@ -114,6 +126,12 @@ class CpuKernels(TorchKernels):
                 torch.ops.slotzero.grouped.default(x, data, bias, starts, out)
             case QuantizedWeight():
                 format = weights.format
+                if is_integer(format):
+                    torch.ops.slotzero.integer_grouped.default(
+                        x, weights.codes, weights.scales, weights.offsets, weights.bias, starts,
+                        format.bits, format.zero, format.group or weights.in_features, out,
+                    )  # fmt: skip
+                    return out
                 torch.ops.slotzero.quantized_grouped.default(
                     self.round_input(x, weights), *_quantized(weights), weights.bias, starts,
                     CODES.index(format.codes), format.zero, format.group or weights.in_features,
@@ -146,6 +164,11 @@ class CpuKernels(TorchKernels):
         torch.ops.slotzero.gate.default(gates, values, number, out)
         return out
 
+    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
+        out = x.new_empty(x.shape)
+        torch.ops.slotzero.rotate.default(x, *angles, out)
+        return out
+
     def softmax(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape)
         torch.ops.slotzero.softmax.default(x, out)
@@ -168,6 +191,13 @@ class CpuKernels(TorchKernels):
             return weight.data[block, :, feature]
         assert isinstance(weight, QuantizedWeight)
         format = weight.format
+        if is_integer(format):
+            out = weight.scales.new_empty(len(ids), weight.in_features, dtype=weight.dtype)
+            torch.ops.slotzero.integer_rows.default(
+                ids, weight.codes, weight.scales, weight.offsets, format.bits, format.zero,
+                format.group or weight.in_features, weight.out_features, out,
+            )  # fmt: skip
+            return out
         if format.bits == 4:
             half = FEATURES // 2
             codes = weight.codes[block, :, feature % half] >> (feature // half * 4)[:, None] & 15
@@ -261,18 +291,54 @@ class CpuKernels(TorchKernels):
         torch.ops.slotzero.sample.default(logits, slots, positions, *tables, *out)
 
 
-@functools.cache
-def _register_shapes() -> None:
-    """Register fake ops. Every op writes into given tensors, so there is no shape to infer."""
-    for name in (
-        "linear", "grouped", "quantized", "quantized_grouped", "round_float8", "per_head",
-        "rms_norm", "add_norm", "gate", "softmax", "softcap",
-        "rope_angles", "store_kv", "attend", "select_keys", "convolve", "scan", "sample",
-    ):  # fmt: skip
-        torch.library.register_fake(f"slotzero::{name}", lambda *_: None)
+def _quantized_into(x: Tensor, weight: QuantizedWeight, out: Tensor) -> None:
+    """Write the product of x, already rounded, to `out`."""
+    format = weight.format
+    group = format.group or weight.in_features
+    if is_integer(format):
+        torch.ops.slotzero.integer.default(
+            x, weight.codes, weight.scales, weight.offsets, weight.bias, format.bits, format.zero,
+            group, out,
+        )  # fmt: skip
+        return
+    torch.ops.slotzero.quantized.default(
+        x, *_quantized(weight), weight.bias, CODES.index(format.codes), format.zero, group, out
+    )
 
 
 def _quantized(
     weight: QuantizedWeight,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     return weight.codes, weight.scales, weight.offsets, weight.group_of
+
+
+def is_integer(format: WeightFormat) -> bool:
+    """Return whether products are computed in integers: with activations in 8 bits."""
+    if format.codes not in ("uint4", "uint8") or format.activations != "plain":
+        return False
+    return not format.is_scattered and (format.group is None or format.group % 16 == 0)
+
+
+def chunk_of(format: WeightFormat) -> int:
+    """Return the number of activations that share a scale."""
+    return 16 if format.group is not None and format.group % 32 else 32
+
+
+def _kinds_of(format: WeightFormat) -> dict[str, torch.dtype]:
+    """Return the dtypes of scales and offsets in an integer product, which hold them exactly."""
+    is_half = format.scale_dtype is torch.float16
+    kinds = is_half, is_half and format.has_half_offsets
+    return {
+        field: torch.float16 if half else torch.float32
+        for field, half in zip(GROUPED, kinds, strict=True)
+    }
+
+
+def _pack_quads(codes: Tensor, format: WeightFormat) -> Tensor:
+    """Pack codes [..., out_features, in_features] as linear_integer.cpp reads them."""
+    *lead, rows, columns = codes.shape
+    quads = -(-columns // chunk_of(format)) * chunk_of(format) // 4
+    shape = (*lead, -(-rows // FEATURES), quads * format.bits // 8, QUAD_BYTES)
+    packed = codes.new_empty(shape)
+    torch.ops.slotzero.pack_integer.default(codes.contiguous(), format.bits, packed)
+    return packed

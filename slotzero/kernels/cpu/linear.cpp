@@ -33,12 +33,11 @@ void linear(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out) {
   const int64_t blocks = (N + FEATURES - 1) / FEATURES;
   for (int64_t m = 0; m < M; m += ROWS_IN_CACHE) {
     const int64_t rows = std::min(ROWS_IN_CACHE, M - m);
-#pragma omp parallel for schedule(static) if (rows * K * N > WORTH_THREADS)
-    for (int64_t i = 0; i < blocks; ++i) {
+    slotzero::parallel_for(blocks, rows * K * N > WORTH_THREADS, [&](int64_t i) {
       const int64_t n = i * FEATURES;
       block(xp + m * K, wp + n * K, bp ? bp + n : nullptr, yp + m * N + n, rows, K,
             {K, FEATURES, N}, std::min(FEATURES, N - n));
-    }
+    });
   }
 }
 
@@ -63,8 +62,7 @@ void grouped(Tensor x, Tensor weights, std::optional<Tensor> biases, Tensor star
   const std::vector<Stretch> stretches =
       stretches_of(static_cast<const int32_t*>(starts.data_ptr()), experts, M);
   const int64_t items = static_cast<int64_t>(stretches.size()) * blocks;
-#pragma omp parallel for schedule(dynamic, 4) if (M * K * N > WORTH_THREADS)
-  for (int64_t item = 0; item < items; ++item) {
+  slotzero::parallel_for(items, M * K * N > WORTH_THREADS, [&](int64_t item) {
     const auto [begin, end, expert] = stretches[item / blocks];
     const int64_t n = item % blocks * FEATURES, features = std::min(FEATURES, N - n);
     float* y = yp + begin * N + n;
@@ -73,7 +71,7 @@ void grouped(Tensor x, Tensor weights, std::optional<Tensor> biases, Tensor star
             y, end - begin, K, {K, FEATURES, N}, features);
     else
       for (int64_t m = begin; m < end; ++m, y += N) std::fill_n(y, features, 0.0f);
-  }
+  });
 }
 
 // x [T, H, K]; out [T, H, N]: each head times its own weight, weights [H, K, N]. Like `tile`, but
@@ -105,13 +103,12 @@ void per_head(Tensor x, Tensor weights, bool transposed, Tensor out) {
   const auto* wp = static_cast<const float*>(weights.data_ptr());
   auto* yp = static_cast<float*>(out.data_ptr());
   const int64_t blocks = (N + FEATURES - 1) / FEATURES;
-#pragma omp parallel for schedule(static) if (T * H * K * N > WORTH_THREADS)
-  for (int64_t item = 0; item < H * blocks; ++item) {
+  slotzero::parallel_for(H * blocks, T * H * K * N > WORTH_THREADS, [&](int64_t item) {
     const int64_t h = item / blocks, n = item % blocks * FEATURES;
     const Strides by{x.stride(0), N, H * N};
     const auto product = transposed ? per_head_dots : per_head_rows;
     product(xp + h * x.stride(1), wp + h * K * N, yp + h * N, T, K, N, by, n);
-  }
+  });
 }
 
 }  // namespace

@@ -249,13 +249,12 @@ void linear_rows(const float* x, const Weight& weight, float* y, int64_t M) {
   const int64_t K = weight.shape.K, N = weight.features;
   for (int64_t m = 0; m < M; m += ROWS_IN_CACHE) {
     const int64_t rows = std::min(ROWS_IN_CACHE, M - m);
-#pragma omp parallel for schedule(static) if (rows * K * N > WORTH_THREADS)
-    for (int64_t i = 0; i < weight.blocks; ++i) {
+    slotzero::parallel_for(weight.blocks, rows * K * N > WORTH_THREADS, [&](int64_t i) {
       const int64_t n = i * FEATURES;
       quantized_block<kind>(x + m * K, weight.block(0, i), weight.shape,
                             weight.bias ? weight.bias + n : nullptr, y + m * N + n, rows,
                             {K, FEATURES, N}, std::min(FEATURES, N - n));
-    }
+    });
   }
 }
 
@@ -264,21 +263,20 @@ void grouped_rows(const float* x, const Weight& weight, const std::vector<Stretc
                   int64_t experts, float* y, int64_t M) {
   const int64_t K = weight.shape.K, N = weight.features;
   const int64_t items = static_cast<int64_t>(stretches.size()) * weight.blocks;
-#pragma omp parallel for schedule(dynamic, 4) if (M * K * N > WORTH_THREADS)
-  for (int64_t item = 0; item < items; ++item) {
+  slotzero::parallel_for(items, M * K * N > WORTH_THREADS, [&](int64_t item) {
     const auto [begin, end, expert] = stretches[item / weight.blocks];
     const int64_t i = item % weight.blocks, n = i * FEATURES, features = std::min(FEATURES, N - n);
     float* out = y + begin * N + n;
     if (expert == experts) {
       for (int64_t m = begin; m < end; ++m, out += N) std::fill_n(out, features, 0.0f);
-      continue;
+      return;
     }
     Shape shape = weight.shape;
     if (shape.group_of) shape.group_of += expert * K;
     quantized_block<kind>(x + begin * K, weight.block(expert, i), shape,
                           weight.bias ? weight.bias + expert * N + n : nullptr, out, end - begin,
                           {K, FEATURES, N}, features);
-  }
+  });
 }
 
 // x [M, K], out [M, N], and the tensors of one weight
@@ -332,8 +330,7 @@ void round_float8(Tensor x, std::optional<Tensor> given, int64_t group, Tensor o
   const auto* xp = static_cast<const float*>(x.data_ptr());
   const auto* fixed = data_of<float>(given);
   auto* yp = static_cast<float*>(out.data_ptr());
-#pragma omp parallel for schedule(static) if (M * K > WORTH_THREADS)
-  for (int64_t m = 0; m < M; ++m) {
+  slotzero::parallel_for(M, M * K > WORTH_THREADS, [&](int64_t m) {
     for (int64_t first = 0; first < K; first += group) {
       const int64_t end = std::min(first + group, K);
       const float* row = xp + m * K;
@@ -350,7 +347,7 @@ void round_float8(Tensor x, std::optional<Tensor> given, int64_t group, Tensor o
         yp[m * K + k] = nearest_float8(row[k] * inverse) * scale;
       }
     }
-  }
+  });
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "simd.h"
+#include "threads.h"
 
 constexpr int64_t FEATURES = 16;              // output features of one packed block
 constexpr int VECS = FEATURES / LANES;        // registers across a block

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "simd.h"
+#include "threads.h"
 
 using torch::stable::Tensor;
 
@@ -149,8 +150,8 @@ void convolve(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor slots,
   float* op = floats(out);
   clear(slots, op, channels);
   places.clear_trail(slots);
-#pragma omp parallel for schedule(dynamic, 1) if (x.size(0) * channels * width > WORTH_THREADS)
-  for (int64_t r = 0; r < static_cast<int64_t>(rows.size()); ++r) {
+  const auto num_rows = static_cast<int64_t>(rows.size());
+  slotzero::parallel_for(num_rows, x.size(0) * channels * width > WORTH_THREADS, [&](int64_t r) {
     const Row& row = rows[r];
     std::vector<float> state(channels * past);
     places.begin(row, 0, channels * past, state.data());
@@ -167,7 +168,7 @@ void convolve(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor slots,
       }
       places.after(row, t, 0, channels * past, state.data());
     }
-  }
+  });
 }
 
 struct Shape {
@@ -241,8 +242,7 @@ void scan(Tensor mixed, Tensor gates, std::optional<Tensor> beta, Tensor a_log, 
   clear(slots, op, inner);
   places.clear_trail(slots);
   const int64_t items = static_cast<int64_t>(rows.size()) * shape.heads;
-#pragma omp parallel for schedule(dynamic, 1) if (mixed.size(0) * inner * n > WORTH_THREADS)
-  for (int64_t item = 0; item < items; ++item) {
+  slotzero::parallel_for(items, mixed.size(0) * inner * n > WORTH_THREADS, [&](int64_t item) {
     const Row& row = rows[item / shape.heads];
     const int64_t head = item % shape.heads, group = head / (shape.heads / shape.groups);
     std::vector<float> state(size), unit(2 * n), decays(n);
@@ -267,7 +267,7 @@ void scan(Tensor mixed, Tensor gates, std::optional<Tensor> beta, Tensor a_log, 
       }
       places.after(row, t, head * size, size, state.data());
     }
-  }
+  });
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "simd.h"
+#include "threads.h"
 #include "vector_math.h"
 
 using torch::stable::Tensor;
@@ -68,8 +69,7 @@ inline void put(float* y, int64_t count, Vec v) {
 
 template <class Compute>
 void each_row(int64_t rows, int64_t size, const Compute& compute) {
-#pragma omp parallel for schedule(static) if (rows * size > WORTH_THREADS)
-  for (int64_t i = 0; i < rows; ++i) compute(i);
+  slotzero::parallel_for(rows, rows * size > WORTH_THREADS, compute);
 }
 
 float mean_of(const float* x, int64_t size) {
@@ -246,6 +246,31 @@ void rope_angles(Tensor positions, Tensor frequency, double factor, Tensor cos, 
   });
 }
 
+// RoPE of x [T, heads, size]: pairs are (i, i + size / 2). cos and sin are [T, 1, size / 2]; products
+// are rounded before they are added, as plain torch rounds them.
+void rotate(Tensor x, Tensor cos, Tensor sin, Tensor out) {
+  const RowView from(x, "rotate: x"), to(out, "rotate: out");
+  const int64_t half = from.size / 2;
+  STD_TORCH_CHECK(x.dim() == 3 && out.dim() == 3 && from.rows() == to.rows() && from.size == to.size &&
+                      from.stride && to.stride && from.size % 2 == 0,
+                  "rotate: x and out must have one shape [T, heads, size]");
+  STD_TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.numel() == from.outer * half &&
+                      sin.numel() == from.outer * half,
+                  "rotate: cos and sin do not fit x");
+  const auto *c = static_cast<const float*>(cos.data_ptr()), *s = static_cast<const float*>(sin.data_ptr());
+  each_row(from.rows(), from.size, [&](int64_t i) {
+    const float *first = from.row(i), *second = first + half;
+    float *y = to.row(i), *z = y + half;
+    const int64_t at = i / from.inner * half;
+    each_register(half, [&](int64_t j, int64_t count) {
+      const Vec a = get(first + j, count), b = get(second + j, count);
+      const Vec cosine = get(c + at + j, count), sine = get(s + at + j, count);
+      put(y + j, count, a * cosine - b * sine);
+      put(z + j, count, b * cosine + a * sine);
+    });
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
@@ -256,6 +281,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def("gate(Tensor gates, Tensor values, int activation, Tensor(a!) out) -> ()");
   m.def("softcap(Tensor x, float cap, Tensor(a!) out) -> ()");
   m.def("softmax(Tensor x, Tensor(a!) out) -> ()");
+  m.def("rotate(Tensor x, Tensor cos, Tensor sin, Tensor(a!) out) -> ()");
   m.def(
       "rope_angles(Tensor positions, Tensor frequency, float factor, Tensor(a!) cos, "
       "Tensor(b!) sin) -> ()");
@@ -266,5 +292,6 @@ STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
   m.impl("gate", TORCH_BOX(&gate));
   m.impl("softcap", TORCH_BOX(&softcap));
   m.impl("softmax", TORCH_BOX(&softmax));
+  m.impl("rotate", TORCH_BOX(&rotate));
   m.impl("rope_angles", TORCH_BOX(&rope_angles));
 }

@@ -23,6 +23,7 @@
 
 #include "simd.h"
 #include "vector_math.h"
+#include "threads.h"
 
 namespace slotzero {
 namespace {
@@ -499,8 +500,7 @@ void sample_row(const SampleArgs& args, int64_t index) {
 }
 
 void sample_rows(const SampleArgs& args) {
-#pragma omp parallel for schedule(dynamic, 1) if (args.rows > 1)
-  for (int64_t row = 0; row < args.rows; ++row) sample_row(args, row);
+  parallel_for(args.rows, true, [&](int64_t row) { sample_row(args, row); });
 }
 
 }  // namespace slotzero

@@ -40,6 +40,45 @@ static inline Vec all(float x) { return x - Vec{}; }
 // a * b + c
 static inline Vec fused(Vec a, Vec b, Vec c) { return FUSED(a, b, c); }
 
+// The sum of the lanes of each of LANES registers: that of v[i] in lane i.
+static inline Vec lane_sums(const Vec* v) {
+#if !defined(SLOTZERO_PLAIN) && defined(__AVX512F__)
+  __m512 pairs[8], fours[4];
+  UNROLL for (int i = 0; i < 8; ++i)
+    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
+                             _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  UNROLL for (int i = 0; i < 4; ++i) {
+    const __m512d a = (__m512d)pairs[2 * i], b = (__m512d)pairs[2 * i + 1];
+    fours[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
+  }
+  UNROLL for (int i = 0; i < 2; ++i)
+    pairs[i] = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88),
+                             _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(pairs[0], pairs[1], 0x88),
+                       _mm512_shuffle_f32x4(pairs[0], pairs[1], 0xdd));
+#elif !defined(SLOTZERO_PLAIN) && defined(__AVX2__) && defined(__FMA__)
+  __m256 pairs[4], fours[2];
+  UNROLL for (int i = 0; i < 4; ++i)
+    pairs[i] = _mm256_add_ps(_mm256_unpacklo_ps(v[2 * i], v[2 * i + 1]),
+                             _mm256_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  UNROLL for (int i = 0; i < 2; ++i) {
+    const __m256d a = (__m256d)pairs[2 * i], b = (__m256d)pairs[2 * i + 1];
+    fours[i] = _mm256_add_ps((__m256)_mm256_unpacklo_pd(a, b), (__m256)_mm256_unpackhi_pd(a, b));
+  }
+  return _mm256_add_ps(_mm256_permute2f128_ps(fours[0], fours[1], 0x20),
+                       _mm256_permute2f128_ps(fours[0], fours[1], 0x31));
+#elif !defined(SLOTZERO_PLAIN) && defined(__ARM_NEON) && defined(__aarch64__)
+  return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
+#else
+  Vec sums;
+  for (int i = 0; i < LANES; ++i) {
+    sums[i] = v[i][0];
+    for (int lane = 1; lane < LANES; ++lane) sums[i] += v[i][lane];
+  }
+  return sums;
+#endif
+}
+
 static inline float lane_sum(Vec v) {
   float sum = 0;
   UNROLL for (int i = 0; i < LANES; ++i) sum += v[i];

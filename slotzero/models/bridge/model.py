@@ -53,11 +53,6 @@ class BridgedModel(Model):
         """False: torch sums in an order that depends on the batch."""
         return False
 
-    @property
-    def compiles_exactly(self) -> bool:
-        """False: Inductor sums in another order than torch."""
-        return False
-
     def forward(
         self,
         batch: DecoderBatch,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.graph.cpu import trace_piece
 from slotzero.graph.structure import flatten
 from slotzero.kernels.types import Heads
 from slotzero.models.bridge import library
@@ -22,6 +21,7 @@ from slotzero.models.bridge.body import Arguments, Body
 from slotzero.models.bridge.config import BridgedConfig, BridgedLayer
 from slotzero.models.bridge.lint import Lint, explained, refuse_kept, tensors_in
 from slotzero.models.bridge.parts import NO_INTERFACE, Parts
+from slotzero.models.bridge.trace import trace_piece
 
 NUM_TOKENS = 3
 Config = Mapping[str, Any]

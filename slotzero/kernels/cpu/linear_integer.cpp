@@ -1,0 +1,407 @@
+// y = x W^T + b for a W of 4-bit or 8-bit codes, in integer arithmetic.
+//
+// Activations are rounded to 8 bits once, in chunks of 16 or 32 (integer_rows.h). A number of W is
+// (code - zero) * scale + offset, so a chunk of a product is
+//   (sum of code * x - zero * sum of x) * (scale * its scale) + offset * (its scale * sum of x).
+// The sums in integers are exact on every instruction set; the chunks are added in ascending order,
+// in one accumulator in float32, whatever the number of rows. A row never depends on its neighbours.
+//
+// Codes are packed with sixteen output features side by side, [ceil(N / 16), K / 4, 16, 4] bytes: a
+// register holds four neighbouring codes of each feature. 4-bit codes take [.., K / 8, 16, 4], the
+// first four in the low halves. Scales and offsets are [ceil(N / 16), groups, 16]. K is padded to
+// whole chunks with codes that are multiplied by zeros.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "half.h"
+#include "integer_dot.h"
+#include "integer_rows.h"
+#include "matrix_tiles.h"
+#include "product.h"
+
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr int64_t QUAD_BYTES = FEATURES * 4;  // four codes of each feature of a block
+
+// Scales or offsets in float32 or half precision.
+struct Numbers {
+  const void* data = nullptr;
+  bool is_half = false;
+
+  Vec at(int64_t i) const {
+    return is_half ? load(static_cast<const uint16_t*>(data) + i)
+                   : load(static_cast<const float*>(data) + i);
+  }
+  float one(int64_t i) const {
+    return is_half ? widened(static_cast<const uint16_t*>(data)[i])
+                   : static_cast<const float*>(data)[i];
+  }
+};
+
+// A weight, or those of several experts one after the other.
+struct Weight {
+  const uint8_t* codes;
+  Numbers scales, offsets;
+  const float* bias;
+  int64_t features, blocks, chunk, chunks, groups, group_chunks;
+  int32_t zero;
+  bool is_half;  // two codes in a byte
+
+  int64_t chunk_bytes() const { return chunk / 4 * QUAD_BYTES / (is_half ? 2 : 1); }
+};
+
+// Sixteen output features.
+struct Block {
+  const Weight& weight;
+  const uint8_t* codes;
+  int64_t groups_at;
+
+  Block(const Weight& its, int64_t at)
+      : weight(its), codes(its.codes + at * its.chunks * its.chunk_bytes()),
+        groups_at(at * its.groups * FEATURES) {}
+
+  int64_t group_at(int64_t chunk) const {
+    return groups_at + chunk / weight.group_chunks * FEATURES;
+  }
+};
+
+// Where a block's results go: y[row * stride + i] for its first `count` features.
+struct Target {
+  float* y;
+  int64_t stride, count;
+  const float* bias;
+
+  void put(int64_t row, const Vec* values) const {
+    float out[FEATURES];
+    UNROLL for (int j = 0; j < VECS; ++j) store(out + j * LANES, values[j]);
+    for (int64_t i = 0; i < count; ++i) y[row * stride + i] = bias ? out[i] + bias[i] : out[i];
+  }
+};
+
+inline int32_t four(const int8_t* x) {
+  int32_t bytes;
+  std::memcpy(&bytes, x, sizeof bytes);
+  return bytes;
+}
+
+// Asks for the codes of a chunk further on. A processor does so by itself only within a page of memory,
+// and one or few rows take as long as reading the weight does.
+inline void prefetch(const uint8_t* codes, int64_t bytes) {
+  constexpr int64_t AHEAD = 2048, LINE = 64;
+  for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(codes + AHEAD + i);
+}
+
+// Adds to `sums` the products of one chunk.
+template <bool half, int M, int QUADS>
+inline void add_chunk(const uint8_t* codes, const int8_t* x, int64_t stride, Sums (*sums)[VECS]) {
+  constexpr int STEP = half ? 2 : 1;
+  UNROLL for (int quad = 0; quad < QUADS; quad += STEP) {
+    UNROLL for (int j = 0; j < VECS; ++j) {
+      const Codes both = load_codes(codes + quad / STEP * QUAD_BYTES + j * 4 * LANES);
+      const Codes low = half ? both & 15 : both;
+      UNROLL for (int m = 0; m < M; ++m)
+        sums[m][j] = dot4<half>(sums[m][j], low, four(x + m * stride + 4 * quad));
+      if constexpr (half) {
+        const Codes high = both >> 4;
+        UNROLL for (int m = 0; m < M; ++m)
+          sums[m][j] = dot4<half>(sums[m][j], high, four(x + m * stride + 4 * quad + 4));
+      }
+    }
+  }
+}
+
+template <bool half, int M>
+void tile(const IntegerRows& x, int64_t row, const Block& block, const Target& target) {
+  const Weight& weight = block.weight;
+  const int64_t bytes = weight.chunk_bytes(), first = row * x.chunks;
+  const int8_t* codes_of_x = x.codes.data() + row * x.size;
+  Vec acc[M][VECS];
+  UNROLL for (int m = 0; m < M; ++m) UNROLL for (int j = 0; j < VECS; ++j) acc[m][j] = Vec{};
+  for (int64_t c = 0; c < x.chunks; ++c) {
+    Sums sums[M][VECS];
+    UNROLL for (int m = 0; m < M; ++m) {
+      const int32_t begin = -weight.zero * x.sums[first + m * x.chunks + c];
+      UNROLL for (int j = 0; j < VECS; ++j) sums[m][j] = all_lanes(begin);
+    }
+    const uint8_t* codes = block.codes + c * bytes;
+    prefetch(codes, bytes);
+    if (x.chunk == 32)
+      add_chunk<half, M, 8>(codes, codes_of_x + c * 32, x.size, sums);
+    else
+      add_chunk<half, M, 4>(codes, codes_of_x + c * 16, x.size, sums);
+    const int64_t group = block.group_at(c);
+    UNROLL for (int j = 0; j < VECS; ++j) {
+      const Vec scale = weight.scales.at(group + j * LANES);
+      UNROLL for (int m = 0; m < M; ++m)
+        acc[m][j] = fused(__builtin_convertvector(sums[m][j], Vec),
+                          scale * all(x.scales[first + m * x.chunks + c]), acc[m][j]);
+      if (!weight.offsets.data) continue;
+      const Vec offset = weight.offsets.at(group + j * LANES);
+      UNROLL for (int m = 0; m < M; ++m)
+        acc[m][j] = fused(offset, all(x.offsets[first + m * x.chunks + c]), acc[m][j]);
+    }
+  }
+  UNROLL for (int m = 0; m < M; ++m) target.put(row + m, acc[m]);
+}
+
+#if !defined(SLOTZERO_PLAIN) && defined(__AMX_INT8__) && defined(__linux__)
+// Adds the scaled sums of one chunk to sixteen rows.
+inline void add_scaled(const IntegerRows& x, int64_t row, const Block& block, int64_t c,
+                       const int32_t* sums, Vec* acc) {
+  const Weight& weight = block.weight;
+  const int64_t group = block.group_at(c), at = row * x.chunks + c;
+  const Vec scale = weight.scales.at(group);
+  UNROLL for (int m = 0; m < TILE_ROWS; ++m) {
+    Sums sum;
+    std::memcpy(&sum, sums + m * FEATURES, sizeof sum);
+    if (weight.zero) sum -= weight.zero * x.sums[at + m * x.chunks];
+    acc[m] = fused(__builtin_convertvector(sum, Vec), scale * all(x.scales[at + m * x.chunks]), acc[m]);
+  }
+  if (!weight.offsets.data) return;
+  const Vec offset = weight.offsets.at(group);
+  UNROLL for (int m = 0; m < TILE_ROWS; ++m)
+    acc[m] = fused(offset, all(x.offsets[at + m * x.chunks]), acc[m]);
+}
+
+// All whole sixteens of rows [row, end); returns the first row that is left.
+int64_t matrix_tiles(const IntegerRows& x, int64_t row, int64_t end, const Block& block,
+                     const Target& target) {
+  const Weight& weight = block.weight;
+  const int64_t chunk = x.chunk, unpacked = chunk / 4 * QUAD_BYTES;
+  thread_local std::vector<uint8_t> scratch;
+  const uint8_t* codes = block.codes;
+  if (weight.is_half) {
+    scratch.resize(x.chunks * unpacked);
+    for (int64_t i = 0; i < x.chunks * unpacked / 2; i += QUAD_BYTES) {
+      const Codes both = load_codes(block.codes + i), low = both & 15, high = both >> 4;
+      std::memcpy(scratch.data() + 2 * i, &low, sizeof low);
+      std::memcpy(scratch.data() + 2 * i + QUAD_BYTES, &high, sizeof high);
+    }
+    codes = scratch.data();
+  }
+  const TileShape shape(chunk);
+  alignas(64) int32_t sums[2][TILE_ROWS * FEATURES];
+  for (; row + TILE_ROWS <= end; row += TILE_ROWS) {
+    const int8_t* codes_of_x = x.codes.data() + row * x.size;
+    Vec acc[TILE_ROWS];
+    UNROLL for (int m = 0; m < TILE_ROWS; ++m) acc[m] = Vec{};
+    for (int64_t c = 0; c < x.chunks; c += 2) {
+      even_tile_product(codes_of_x + c * chunk, x.size, codes + c * unpacked, sums[0]);
+      const bool has_two = c + 1 < x.chunks;
+      if (has_two)
+        odd_tile_product(codes_of_x + (c + 1) * chunk, x.size, codes + (c + 1) * unpacked, sums[1]);
+      add_scaled(x, row, block, c, sums[0], acc);
+      if (has_two) add_scaled(x, row, block, c + 1, sums[1], acc);
+    }
+    UNROLL for (int m = 0; m < TILE_ROWS; ++m) target.put(row + m, acc + m);
+  }
+  return row;
+}
+#else
+inline bool has_tiles() { return false; }
+inline int64_t matrix_tiles(const IntegerRows&, int64_t row, int64_t, const Block&, const Target&) {
+  return row;
+}
+constexpr int TILE_ROWS = 16;
+#endif
+
+constexpr int MOST_ROWS = LANES == 16 ? 8 : 2;  // whose sums fit into the registers
+
+// Rows [row, end) of one block.
+template <bool half>
+void block_rows(const IntegerRows& x, int64_t row, int64_t end, const Block& block, const Target& target) {
+  if (end - row >= TILE_ROWS && has_tiles()) row = matrix_tiles(x, row, end, block, target);
+  for (; row + MOST_ROWS <= end; row += MOST_ROWS) tile<half, MOST_ROWS>(x, row, block, target);
+  if constexpr (MOST_ROWS > 4)
+    for (; row + 4 <= end; row += 4) tile<half, 4>(x, row, block, target);
+  if constexpr (MOST_ROWS > 2)
+    for (; row + 2 <= end; row += 2) tile<half, 2>(x, row, block, target);
+  for (; row < end; ++row) tile<half, 1>(x, row, block, target);
+}
+
+void rows_of_block(const IntegerRows& x, int64_t row, int64_t end, const Block& block,
+                   const Target& target) {
+  block.weight.is_half ? block_rows<true>(x, row, end, block, target)
+                       : block_rows<false>(x, row, end, block, target);
+}
+
+Numbers numbers_of(const std::optional<Tensor>& tensor) {
+  using torch::headeronly::ScalarType;
+  if (!tensor) return {};
+  const bool is_half = tensor->scalar_type() == ScalarType::Half;
+  STD_TORCH_CHECK(tensor->is_contiguous() && (is_half || tensor->scalar_type() == ScalarType::Float),
+                  "integer: scales and offsets must be contiguous, in float32 or float16");
+  return {tensor->data_ptr(), is_half};
+}
+
+// How the numbers of a weight are stored: WeightFormat, with `group` input features (or all).
+struct Format {
+  int64_t bits, zero, group;
+};
+
+Weight weight_of(const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& offsets,
+                 const std::optional<Tensor>& bias, Format format, int64_t K, int64_t N) {
+  const int64_t last = codes.dim() - 1, blocks = codes.size(last - 2), groups = scales.size(last - 1);
+  const int64_t chunk = format.group < K && format.group % 32 ? 16 : 32;
+  const int64_t chunks = (K + chunk - 1) / chunk;
+  const int64_t group_chunks = format.group < K ? format.group / chunk : chunks;
+  STD_TORCH_CHECK(codes.is_contiguous() && codes.scalar_type() == torch::headeronly::ScalarType::Byte,
+                  "integer: codes must be contiguous and uint8");
+  STD_TORCH_CHECK(format.bits == 4 || format.bits == 8, "integer: codes must have 4 or 8 bits");
+  STD_TORCH_CHECK(blocks == (N + FEATURES - 1) / FEATURES &&
+                      codes.size(last - 1) * 32 / format.bits == chunks * chunk &&
+                      codes.size(last) == QUAD_BYTES && scales.size(last - 2) == blocks &&
+                      scales.size(last) == FEATURES && (!offsets || offsets->size(last - 1) == groups),
+                  "integer: the packed weight does not fit x and out");
+  STD_TORCH_CHECK(group_chunks > 0 && (format.group >= K || format.group % chunk == 0) &&
+                      (chunks + group_chunks - 1) / group_chunks == groups,
+                  "integer: the groups do not fit the input features");
+  return {static_cast<const uint8_t*>(codes.data_ptr()),
+          numbers_of(scales),
+          numbers_of(offsets),
+          bias ? static_cast<const float*>(bias->data_ptr()) : nullptr,
+          N,
+          blocks,
+          chunk,
+          chunks,
+          groups,
+          group_chunks,
+          static_cast<int32_t>(format.zero),
+          format.bits == 4};
+}
+
+// The activations of one product. A thread keeps their memory for the next one.
+const IntegerRows& rounded(const Tensor& x, int64_t chunk) {
+  thread_local IntegerRows rows;
+  rows.round(static_cast<const float*>(x.data_ptr()), x.size(0), x.size(1), chunk);
+  return rows;
+}
+
+// x [M, K], out [M, N], and the tensors of one weight
+void integer(Tensor x, Tensor codes, Tensor scales, std::optional<Tensor> offsets,
+             std::optional<Tensor> bias, int64_t bits, int64_t zero, int64_t group, Tensor out) {
+  STD_TORCH_CHECK(x.is_contiguous() && out.is_contiguous() && codes.dim() == 3,
+                  "integer: x and out must be contiguous, and the weight of one layer");
+  const int64_t M = x.size(0), K = x.size(1), N = out.size(1);
+  const Weight weight = weight_of(codes, scales, offsets, bias, {bits, zero, group}, K, N);
+  const IntegerRows& rows = rounded(x, weight.chunk);
+  auto* y = static_cast<float*>(out.data_ptr());
+  slotzero::parallel_for(weight.blocks, M * K * N > WORTH_THREADS, [&](int64_t i) {
+    const int64_t n = i * FEATURES;
+    const Target target{y + n, N, std::min(FEATURES, N - n), weight.bias ? weight.bias + n : nullptr};
+    rows_of_block(rows, 0, M, Block(weight, i), target);
+  });
+}
+
+// The same for experts: rows [starts[e], starts[e + 1]) are `integer` of the weight of expert e; the
+// rows after are zeros. Every tensor of the weights has an axis of experts before the others.
+void integer_grouped(Tensor x, Tensor codes, Tensor scales, std::optional<Tensor> offsets,
+                     std::optional<Tensor> bias, Tensor starts, int64_t bits, int64_t zero,
+                     int64_t group, Tensor out) {
+  STD_TORCH_CHECK(x.is_contiguous() && out.is_contiguous() && starts.is_contiguous() && codes.dim() == 4,
+                  "integer_grouped: x, starts and out must be contiguous, and several weights");
+  const int64_t M = x.size(0), K = x.size(1), N = out.size(1), experts = codes.size(0);
+  STD_TORCH_CHECK(
+      starts.scalar_type() == torch::headeronly::ScalarType::Int && starts.size(0) == experts + 1,
+      "integer_grouped: starts must be int32, one for each expert and one more");
+  const Weight weight = weight_of(codes, scales, offsets, bias, {bits, zero, group}, K, N);
+  const IntegerRows& rows = rounded(x, weight.chunk);
+  auto* y = static_cast<float*>(out.data_ptr());
+  const auto stretches = stretches_of(static_cast<const int32_t*>(starts.data_ptr()), experts, M);
+  const int64_t items = static_cast<int64_t>(stretches.size()) * weight.blocks;
+  slotzero::parallel_for(items, M * K * N > WORTH_THREADS, [&](int64_t item) {
+    const auto [begin, end, expert] = stretches[item / weight.blocks];
+    const int64_t i = item % weight.blocks, n = i * FEATURES, count = std::min(FEATURES, N - n);
+    if (expert == experts) {
+      for (int64_t m = begin; m < end; ++m) std::fill_n(y + m * N + n, count, 0.0f);
+      return;
+    }
+    const float* its_bias = weight.bias ? weight.bias + expert * N + n : nullptr;
+    rows_of_block(rows, begin, end, Block(weight, expert * weight.blocks + i),
+                  {y + n, N, count, its_bias});
+  });
+}
+
+// Rows `ids` [T] of a weight as numbers: out [T, K].
+void integer_rows(Tensor ids, Tensor codes, Tensor scales, std::optional<Tensor> offsets, int64_t bits,
+                  int64_t zero, int64_t group, int64_t num_rows, Tensor out) {
+  STD_TORCH_CHECK(ids.is_contiguous() && out.is_contiguous() && codes.dim() == 3,
+                  "integer_rows: ids and out must be contiguous, and the weight of one layer");
+  STD_TORCH_CHECK(ids.scalar_type() == torch::headeronly::ScalarType::Long ||
+                      ids.scalar_type() == torch::headeronly::ScalarType::Int,
+                  "integer_rows: ids must be int32 or int64");
+  const int64_t T = out.size(0), K = out.size(1);
+  const Weight weight = weight_of(codes, scales, offsets, std::nullopt, {bits, zero, group}, K, num_rows);
+  const bool is_long = ids.scalar_type() == torch::headeronly::ScalarType::Long;
+  auto* y = static_cast<float*>(out.data_ptr());
+  for (int64_t t = 0; t < T; ++t) {
+    const int64_t id = is_long ? static_cast<const int64_t*>(ids.data_ptr())[t]
+                               : static_cast<const int32_t*>(ids.data_ptr())[t];
+    STD_TORCH_CHECK(0 <= id && id < num_rows, "integer_rows: an id is not a row of the weight");
+    const Block block(weight, id / FEATURES);
+    const int64_t feature = id % FEATURES;
+    for (int64_t k = 0; k < K; ++k) {
+      const int64_t quad = k / 4, step = weight.is_half ? quad / 2 : quad;
+      const int byte = block.codes[step * QUAD_BYTES + feature * 4 + k % 4];
+      const int code = !weight.is_half ? byte : quad % 2 ? byte >> 4 : byte & 15;
+      const int64_t at = block.group_at(k / weight.chunk) + feature;
+      const float number = static_cast<float>(code - weight.zero) * weight.scales.one(at);
+      y[t * K + k] = weight.offsets.data ? number + weight.offsets.one(at) : number;
+    }
+  }
+}
+
+// Packs codes [.., N, K], one per byte, into out [.., ceil(N / 16), K / 4 or K / 8, 64].
+void pack_integer(Tensor codes, int64_t bits, Tensor out) {
+  const int64_t last = codes.dim() - 1, N = codes.size(last - 1), K = codes.size(last);
+  const int64_t blocks = out.size(last - 1), steps = out.size(last), quads = steps * 8 / bits;
+  STD_TORCH_CHECK(codes.is_contiguous() && out.is_contiguous() && out.dim() == last + 2 &&
+                      out.size(last + 1) == QUAD_BYTES && quads * 4 >= K && blocks * FEATURES >= N,
+                  "pack_integer: out does not fit the codes");
+  const int64_t weights = N && K ? codes.numel() / (N * K) : 0;
+  const auto* from = static_cast<const uint8_t*>(codes.data_ptr());
+  auto* to = static_cast<uint8_t*>(out.data_ptr());
+  slotzero::parallel_for(weights * blocks, true, [&](int64_t item) {
+    const int64_t first = item % blocks * FEATURES, size = quads * 4;
+    uint8_t* packed = to + item * steps * QUAD_BYTES;
+    std::vector<uint8_t> rows(FEATURES * size);  // padded with zeros
+    for (int64_t i = 0; i < std::min(FEATURES, N - first); ++i)
+      std::copy_n(from + (item / blocks * N + first + i) * K, K, rows.data() + i * size);
+    for (int64_t step = 0; step < steps; ++step)
+      for (int64_t i = 0; i < FEATURES; ++i, packed += 4) {
+        const uint8_t* quad = rows.data() + i * size + step * 32 / bits;
+        for (int j = 0; j < 4; ++j)
+          packed[j] = bits == 8 ? quad[j] : static_cast<uint8_t>(quad[j] | quad[4 + j] << 4);
+      }
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
+  m.def(
+      "integer(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? bias, int bits, "
+      "int zero, int group, Tensor(a!) out) -> ()");
+  m.def(
+      "integer_grouped(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? bias, "
+      "Tensor starts, int bits, int zero, int group, Tensor(a!) out) -> ()");
+  m.def("pack_integer(Tensor codes, int bits, Tensor(a!) out) -> ()");
+  m.def(
+      "integer_rows(Tensor ids, Tensor codes, Tensor scales, Tensor? offsets, int bits, int zero, "
+      "int group, int num_rows, Tensor(a!) out) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
+  m.impl("integer", TORCH_BOX(&integer));
+  m.impl("integer_grouped", TORCH_BOX(&integer_grouped));
+  m.impl("pack_integer", TORCH_BOX(&pack_integer));
+  m.impl("integer_rows", TORCH_BOX(&integer_rows));
+}
