@@ -58,4 +58,5 @@ def expect_equal(traced: Traced, oracle, prompts, num_tokens: int = 64) -> None:
         assert got == expected
         # a preempted request samples no token twice, so there is one row per token
         rows = torch.stack(traced.logits[request_id][:num_tokens])
-        assert (rows - logits).abs().max() < 1e-4
+        # larger logits round more coarsely, and Gemma 4's reach 5
+        assert (rows - logits).abs().max() < max(1e-4, 3e-5 * logits.abs().max().item())
