@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -149,11 +150,11 @@ Damage = Callable[[Runner, Callable[[], None]], None]
 class Damaged(Recording):
     num_bytes = 0
 
-    def __init__(self, runner: Runner, recording: Recording, damage: Damage) -> None:
-        self._runner, self._recording, self._damage = runner, recording, damage
+    def __init__(self, runner: Runner, replay: Callable[[], None], damage: Damage) -> None:
+        self._runner, self._replay, self._damage = runner, replay, damage
 
     def replay(self) -> None:
-        self._damage(self._runner, self._recording.replay)
+        self._damage(self._runner, self._replay)
 
 
 def keeps_positions(runner: Runner, replay: Callable[[], None]) -> None:
@@ -165,7 +166,10 @@ def keeps_positions(runner: Runner, replay: Callable[[], None]) -> None:
 
 
 def forgets_to_locate(runner: Runner, replay: Callable[[], None]) -> None:
-    """Inject a fault: the step runs with the slots and positions of the previous step."""
+    """Inject a fault: the step runs with the slots and positions of the previous step.
+
+    The step runs eagerly, since a recording repeats operators and calls no kernel set.
+    """
     kernels = runner.spec.function.__self__._kernels  # type: ignore[attr-defined]
     kernels.decode_positions = lambda *_: None
     try:
@@ -279,7 +283,8 @@ def damage(engine: Engine, how: Damage, runner: Runner | None = None) -> None:
     """Inject the fault into every captured graph of a runner, by default of decode."""
     runner = runner or engine.worker.decode
     for key, recording in runner._recordings.items():
-        runner._recordings[key] = Damaged(runner, recording, how)
+        replay = partial(runner.eager, key) if how is forgets_to_locate else recording.replay
+        runner._recordings[key] = Damaged(runner, replay, how)
 
 
 def watch(engine: Engine, action: str) -> LiveSanitizer:
