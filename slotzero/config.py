@@ -59,8 +59,8 @@ class EngineConfig:
     many tokens as 16 bits; none is the same as dtype; auto is fp8 if the checkpoint's config asks
     for it, else none. A drafter's KV has the same type."""
     backend: str = "auto"
-    """How steps run: cuda (CUDA graphs), cpu (lists of operators), eager (nothing is recorded), or
-    auto for the fastest one that this machine supports."""
+    """How steps run: cuda (CUDA graphs), cpu (recorded lists of operators), eager (nothing is
+    recorded), or auto for the fastest one that this machine supports."""
     enforce_eager: bool = False
     """The same as --backend eager."""
     max_model_len: int | None = None

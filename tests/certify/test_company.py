@@ -40,7 +40,7 @@ def test_company_changes_no_bit(family):
     assert engine.schedulers.num_preemptions
 
 
-def test_company_changes_no_bit_of_compiled_steps():
+def test_company_changes_no_bit_of_recorded_steps():
     engine = engine_of("llama", "wide", backend="cpu", **SETTINGS | {"max_num_seqs": 2})
     assert in_company(engine, EVERYTHING, random_guests(engine, 3)) == []
 

@@ -72,7 +72,7 @@ APART = {
     **{f"{name}-spread-apart": (name, SETTINGS) for name in SPREAD},
     **{f"{name}-apart": JOBS[name] for name in ("deepseek-v3-mtp", "deepseek-v3-tree")},
     "gpt-oss-spread-graphs-apart": (
-        "gpt-oss", {**SETTINGS, "backend": "cpu", "max_num_seqs": 1}  # one size to compile
+        "gpt-oss", {**SETTINGS, "backend": "cpu", "max_num_seqs": 1}  # one size to record
     ),
     "llama-preempted-apart": (
         "llama", {**SETTINGS, "max_model_len": 80, "kv_cache_memory": 7 * 2 * PAGE}

@@ -44,7 +44,7 @@ def test_the_promise_holds_for_these_ranks():
 
 
 def test_ranks_add_in_their_order(monkeypatch):
-    """Of these three numbers, only the first two may be added first."""
+    """The sum of these three numbers is 1 only if the first two are added first."""
     parts = torch.tensor([2.0**24, -(2.0**24), 1.0])
     monkeypatch.setattr(Ranks, "gather", lambda self, x: parts.to(x.dtype))
     monkeypatch.setattr(Ranks, "exchange", lambda self, x: parts.view(3, 1).to(x.dtype))

@@ -184,7 +184,7 @@ def test_mtp_layers_draft_what_the_reference_drafts(with_layers_ahead, num, step
         (1, {"speculative_steps": 4}),
         (1, {"speculative_steps": 3, "speculative_topk": 3}),
         (2, {"speculative_steps": 2}),
-        (2, {"speculative_steps": 2, "backend": "cpu", "max_num_seqs": 1}),  # one size to compile
+        (2, {"speculative_steps": 2, "backend": "cpu", "max_num_seqs": 1}),  # one size to record
     ],
 )
 def test_mtp_layers_change_no_token(with_layers_ahead, num, settings):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 LENGTHS = [1, 5, 16, 17, 33, 70, 2, 48, 15, 31, 64, 3, 9, 100, 20, 12, 40]  # 17 rows
 
 
-COMPILED = {
+RECORDED = {
     "llama-bias": "a bias everywhere",
     "qwen2-window": "layers that differ in their window alone",
     "gemma4": "layers that read another's KV, of two widths, with inputs of their own",
@@ -22,7 +22,7 @@ COMPILED = {
     "deepseek-v2": "latent heads, experts in groups beside a dense part",
     "rope-dynamic": "angles that depend on the context",
 }
-"""Compiled families, each with what no other compiled layer has. Others are compiled elsewhere:
+"""Families that run recorded, each with what no other of them has. Others are elsewhere:
 llama and qwen3 below, deepseek-v3 with MTP layers in test_latent.py, gemma2 and gemma3 in
 test_windows.py."""
 
@@ -31,7 +31,7 @@ test_windows.py."""
     ("family", "backend"),
     [
         *((family, "eager") for family in FAMILIES if family not in RECURRENT),
-        *((family, "cpu") for family in COMPILED),
+        *((family, "cpu") for family in RECORDED),
     ],
 )
 def test_family_equals_transformers(oracles, family, backend):
@@ -112,7 +112,7 @@ def test_prefix_cache_hits_change_nothing(oracles):
 
 
 def test_chunks_prefixes_and_preemption_through_recorded_graphs(oracles):
-    """All run in one engine, since each engine is compiled again."""
+    """All run in one engine, whose recordings must serve every kind of step."""
     oracle = oracles("llama")
     traced = Traced(
         oracle.path, backend="cpu", max_num_seqs=4, max_num_batched_tokens=13, max_model_len=160,

@@ -63,13 +63,13 @@ def expectations(oracles):
     return make
 
 
-@pytest.mark.parametrize(  # compiling takes long, and these two have both kinds of recurrence
+@pytest.mark.parametrize(  # two have both kinds of recurrence, which recordings repeat
     ("family", "backend"),
     [*((family, "eager") for family in RECURRENT), *((f, "cpu") for f in RECURRENT[:2])],
 )
 def test_chunks_and_snapshots(oracles, expectations, family, backend):
     """The second run finds most of the prompts by snapshots."""
-    few = {"max_num_seqs": 1} if backend == "cpu" else {}  # sizes to compile
+    few = {"max_num_seqs": 1} if backend == "cpu" else {}  # sizes to record
     traced = Traced(oracles(family).path, backend=backend, **{**CUT, **few})
     expected, stats = expectations(family), traced.engine.schedulers[0].ledger.cache.stats
     expect_equal(traced, expected, 24)

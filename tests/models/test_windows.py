@@ -46,7 +46,7 @@ def test_batches_from_1_to_9(oracles, family):
 )
 def test_chunks_shorter_and_longer_than_the_window(oracles, family, backend, chunk):
     oracle = oracles(family)
-    rows = 1 if backend == "cpu" else 2  # sizes to compile
+    rows = 1 if backend == "cpu" else 2  # sizes to record
     traced = Traced(oracle.path, backend=backend, max_num_seqs=rows, max_num_batched_tokens=chunk)
     prompts = prompts_of([150, 3, 57], oracle.vocab_size)
     expect_equal(traced, oracle, prompts, num_tokens=20)

@@ -128,14 +128,13 @@ def test_other_models(model, drafter):
 
 
 @pytest.mark.parametrize("drafter", ["sloppy", "eagle3 tree"])
-def test_compiled(drafter):
-    """This covers a draft model and a head, chains and trees, with at most two rows, since each
-    size is compiled."""
+def test_recorded(drafter):
+    """This covers a draft model and a head, chains and trees, with at most two rows."""
     prompts = prompts_of([5, 40, 17], VOCAB)
-    compiled = {"backend": "cpu", "max_num_seqs": 2}
-    guessing = make(**compiled, **DRAFTERS[drafter])
+    recorded = {"backend": "cpu", "max_num_seqs": 2}
+    guessing = make(**recorded, **DRAFTERS[drafter])
     params = [SAMPLED, GREEDY, SAMPLED]
-    assert answers(guessing, prompts, params) == answers(make(**compiled), prompts, params)
+    assert answers(guessing, prompts, params) == answers(make(**recorded), prompts, params)
     cycle = guessing.engine.worker.cycles[guessing.engine.limits.max_width]
     assert all(runner.counts.replays > 5 for runner in cycle)
 
