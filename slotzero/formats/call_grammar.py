@@ -2,15 +2,18 @@
 
 This module does not know the markers around several calls.
 
-The rule: a schema is enforced whole, or the request is refused by the grammar's compiler. The one
-exception: in a format that writes strings without quotes, `format` does not limit them, which JSON
-schema allows.
+The rule: a schema is enforced whole, or the request is refused. The exceptions are in formats that
+write strings without quotes: `format` does not limit them, which JSON schema allows, and where a
+parameter may be a string or something else, only the types are enforced, unless all its values are
+listed.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from slotzero.errors import RequestError
 from slotzero.formats.lark import ANY_TEXT, LarkRules, json_rule, literal, pattern_text
 from slotzero.formats.tool_format import (
     JsonArguments,
@@ -23,6 +26,9 @@ from slotzero.formats.value_types import resolved, types_of
 
 _ANY_NAME = "/[A-Za-z0-9_.-]+/"
 _WHOLE = "slotzero-whole"
+_MAX_DEPTH = 16  # of nested unions
+_ENDED = re.compile(r"(?<!\\)(\\\\)*\$$")  # a $ that is not escaped
+_TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
 _DATA = ("const", "enum", "default", "examples")  # what looks like a reference there is none
 Schema = Mapping[str, Any]
 
@@ -150,7 +156,10 @@ class CallRules:
             return lark.rule(" | ".join([lark.rule(plain), *more]))
         choices = _choices(value)
         if choices is not None:
-            marked = [f"{quote.mark}{choice}{quote.mark}" for choice in choices]
+            marked = [
+                f"{quote.mark}{one}{quote.mark}" if isinstance(one, str) else json.dumps(one)
+                for one in choices
+            ]
             return lark.rule(" | ".join(lark.marker(text) for text in marked))
         string = f"{lark.marker(quote.mark)} {lark.until(quote.mark, _string_pattern(value))}"
         others = types - {"string"}
@@ -181,6 +190,8 @@ def _properties(schema: Schema) -> tuple[dict[str, _Value] | None, frozenset[str
 def _alone(value: _Value) -> dict[str, Any]:
     """Return a parameter's schema with the definitions that it may refer to. The whole schema, to
     which it may refer as well, becomes one of them."""
+    if '"$ref"' not in json.dumps(value.schema):
+        return dict(value.schema)
     definitions = {key: value.root[key] for key in ("$defs", "definitions") if key in value.root}
     whole = {key: part for key, part in value.root.items() if key not in definitions}
     made: dict[str, Any] = _moved({**definitions, **value.schema})
@@ -203,21 +214,46 @@ def _moved(part: Any) -> Any:
     return made
 
 
-def _choices(value: _Value) -> list[Any] | None:
+def _choices(value: _Value, depth: int = 0) -> list[Any] | None:
+    """Return all values that a parameter may have, if they are listed."""
     schema = resolved(value.schema, value.root)
     if "const" in schema:
         return [schema["const"]]
-    choices = schema.get("enum")
-    return choices if isinstance(choices, list) else None
+    if schema.get("type") == "null":
+        return [None]
+    if isinstance(choices := schema.get("enum"), list):
+        return choices
+    branches = schema.get("anyOf", schema.get("oneOf"))
+    if not isinstance(branches, list) or depth > _MAX_DEPTH:
+        return None
+    found = [_choices(_Value(part, value.root), depth + 1) for part in branches]
+    return None if None in found else [choice for part in found for choice in part or ()]
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """Return whether a regular expression has alternatives outside its groups."""
+    depth = 0
+    for token in _TOKENS.findall(pattern):
+        depth += (token == "(") - (token == ")")
+        if token == "|" and depth == 0:
+            return True
+    return False
 
 
 def _string_pattern(value: _Value) -> str:
     schema = resolved(value.schema, value.root)
     pattern, least, most = (schema.get(key) for key in ("pattern", "minLength", "maxLength"))
+    has_length = isinstance(least, int) or isinstance(most, int)
     if isinstance(pattern, str):
-        begin = "" if pattern.startswith("^") else r"(.|\n)*"
-        end = "" if pattern.endswith("$") else r"(.|\n)*"
-        return pattern_text(f"{begin}({pattern.removeprefix('^').removesuffix('$')}){end}")
-    if isinstance(least, int) or isinstance(most, int):
+        is_begun, is_ended = pattern.startswith("^"), _ENDED.search(pattern) is not None
+        if has_length or ((is_begun or is_ended) and _has_alternatives(pattern)):
+            raise RequestError(
+                f"pattern={pattern!r}: this tool format cannot enforce a pattern beside a length, "
+                "or alternatives of which one is anchored; write ^(...)$ alone"
+            )
+        begin, end = ("" if is_there else r"(.|\n)*" for is_there in (is_begun, is_ended))
+        inner = pattern[is_begun : len(pattern) - is_ended]
+        return pattern_text(f"{begin}({inner}){end}")
+    if has_length:
         return rf"/(.|\n){{{least or 0},{'' if most is None else most}}}/"
     return ANY_TEXT

@@ -8,6 +8,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slotzero.errors import RequestError
+
+MAX_GRAMMAR_LEN = 100_000  # characters
 ANY_TEXT = r"/(.|\n)*/"
 # JSON allows any amount of white space between tokens, and a weak model can generate it endlessly.
 JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -17,6 +20,7 @@ class LarkRules:
     def __init__(self, special: Callable[[str], Sequence[str | int]]) -> None:
         self._special = special
         self._rules: list[str] = []
+        self._num_chars = 0
 
     def text(self, start: str) -> str:
         """Return the grammar whose start rule is this."""
@@ -26,6 +30,12 @@ class LarkRules:
         """Add a rule, and return its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{options}: {body}")
+        self._num_chars += len(self._rules[-1])
+        if self._num_chars > MAX_GRAMMAR_LEN:
+            raise RequestError(
+                f"the schemas of tools and answer need a grammar of more than {MAX_GRAMMAR_LEN} "
+                "characters: send fewer or smaller ones, or do not enforce them"
+            )
         return name
 
     def marker(self, text: str) -> str:

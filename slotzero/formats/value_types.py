@@ -32,12 +32,23 @@ class ParameterTypes:
         return types_of(self._properties.get(name, True), self._root)
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the types of the values that a schema allows, or more than these."""
+    return _types_of(schema, root, {}, 0)
+
+
+def _types_of(
+    schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]], depth: int
+) -> frozenset[str]:
+    """Do so; `known` has the types at each reference, so that each is followed once."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return ALL
     if "$ref" in schema:
-        return types_of(_pointed(schema["$ref"], root), root, depth + 1)
+        reference = str(schema["$ref"])
+        if reference not in known:
+            known[reference] = ALL  # where it refers to itself
+            known[reference] = _types_of(_pointed(reference, root), root, known, depth + 1)
+        return known[reference]
     named = schema.get("type")
     if isinstance(named, str):
         return frozenset((named,)) & ALL or ALL
@@ -49,7 +60,7 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
         return frozenset(map(type_of, schema["enum"])) or ALL
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            parts = [types_of(part, root, depth + 1) for part in schema[key]]
+            parts = [_types_of(part, root, known, depth + 1) for part in schema[key]]
             return frozenset().union(*parts) or ALL
     return ALL
 
@@ -59,13 +70,13 @@ def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str,
     for _ in range(_MAX_DEPTH):
         if "$ref" not in schema:
             break
-        schema = _pointed(schema["$ref"], root)
+        schema = _pointed(str(schema["$ref"]), root)
     return schema
 
 
-def _pointed(reference: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+def _pointed(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema at a local reference, or one that allows everything."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    if not reference.startswith("#"):
         return {}
     found: Any = root
     for part in reference[1:].strip("/").split("/"):

@@ -84,7 +84,7 @@ class StructuredOutputs:
     @property
     def is_lark(self) -> bool:
         """Whether the grammar is written in Lark, not in EBNF."""
-        return re.search(r"(?m)^\s*(%llguidance\b|start\s*:)", self.grammar or "") is not None
+        return re.search(r"(?m)^[ \t]*(%llguidance\b|start[ \t]*:)", self.grammar or "") is not None
 
 
 def structured_outputs(given: object) -> StructuredOutputs | None:

@@ -22,7 +22,7 @@ from slotzero.server.conversation import (
     ToolSpec,
     ToolUse,
 )
-from slotzero.server.protocol import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, refuse_values
+from slotzero.server.protocol import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, StopString, refuse_values
 from slotzero.server.tools import (
     check_choice,
     check_names,
@@ -85,7 +85,7 @@ class ToolChoice(RequestModel):
 class Thinking(RequestModel):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized"] | None = None
 
 
 class OutputFormat(RequestModel):
@@ -146,9 +146,7 @@ class CountRequest(RequestModel):
 class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, Field(ge=1)]
     metadata: dict[str, Any] | None = None  # no effect on the answer
-    stop_sequences: (
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] | None
-    ) = None
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -176,17 +174,23 @@ def messages_conversation(body: CountRequest) -> Conversation:
             continue_final_message=is_prefilled,
         ),
         structure=_structure(body),
-        names={"stop": "stop_sequences", "effort": "thinking"},
+        names={"stop": "stop_sequences", "effort": _effort_field(body)},
     )
 
 
 def _effort(body: CountRequest) -> str | None:
-    if body.thinking is None or body.thinking.type == "adaptive":
-        return None
-    if body.thinking.type == "disabled":
+    if body.thinking is not None and body.thinking.type == "disabled":
         return "none"
     effort = None if body.output_config is None else body.output_config.effort
-    return {"max": "high", "xhigh": "high", None: ANY}.get(effort, effort)
+    if effort is None:
+        is_on = body.thinking is not None and body.thinking.type == "enabled"
+        return ANY if is_on else None
+    return {"max": "high", "xhigh": "high"}.get(effort, effort)
+
+
+def _effort_field(body: CountRequest) -> str:
+    has_effort = body.output_config is not None and body.output_config.effort is not None
+    return "output_config.effort" if has_effort else "thinking"
 
 
 def _structure(body: CountRequest) -> Structure | None:

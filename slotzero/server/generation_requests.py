@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from slotzero.errors import RequestError
+from slotzero.formats.lark import MAX_GRAMMAR_LEN
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.structured import StructuredOutputs, structure_error, structured_outputs
 from slotzero.server.answers import GenerationRequest
@@ -24,7 +25,6 @@ from slotzero.text.tokenizer import Tokenizer
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 MAX_CHOICES = 1024
-MAX_STRUCTURE_LEN = 100_000  # characters
 _NEVER = -1e9  # added to the logit of a token that must not be chosen
 _SAME_NAME = (
     "temperature",
@@ -206,8 +206,8 @@ def generation_requests(
 
 
 def _check_structure(structure: StructuredOutputs | None) -> None:
-    if structure is not None and len(structure.text) > MAX_STRUCTURE_LEN:
-        raise structure_error(f"{len(structure.text)} characters, at most {MAX_STRUCTURE_LEN}")
+    if structure is not None and len(structure.text) > MAX_GRAMMAR_LEN:
+        raise structure_error(f"{len(structure.text)} characters, at most {MAX_GRAMMAR_LEN}")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pydantic import Field
 from slotzero.errors import RequestError
 from slotzero.server.chat_messages import RequestModel, Tool
 from slotzero.server.conversation import ANY, Conversation, Structure, TemplateOptions
-from slotzero.server.protocol import MAX_MESSAGES, MAX_TOOLS
+from slotzero.server.protocol import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, StopString
 from slotzero.server.tools import joined_system, template_call, tool_use, with_reasoning
 
 _OPTIONS: Mapping[str, str] = {
@@ -34,7 +34,7 @@ class Options(RequestModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: list[str] | None = None
+    stop: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     num_predict: int | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None

@@ -81,6 +81,9 @@ class StreamOptions(RequestModel):
     include_obfuscation: Literal[False] | None = None
 
 
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]
+
+
 def _check_stops(stop: str | list[str] | None) -> str | list[str] | None:
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > MAX_STOPS:

@@ -3,18 +3,24 @@
 The rule: a field that was not set is not sent, and one that was set to None is sent as null.
 """
 
+import json
 import time
 import uuid
 from typing import Any, Literal
 
 from pydantic import BaseModel
+from pydantic_core import PydanticSerializationError
 
 from slotzero import __version__
 
 
 class ReplyModel(BaseModel):
     def json_bytes(self) -> bytes:
-        return self.model_dump_json(exclude_unset=True).encode()
+        """Encode as JSON, in ASCII if a value quotes invalid Unicode."""
+        try:
+            return self.model_dump_json(exclude_unset=True).encode()
+        except PydanticSerializationError:
+            return json.dumps(self.model_dump(exclude_unset=True)).encode()
 
 
 class ErrorDetail(ReplyModel):

@@ -43,7 +43,7 @@ def openai_routes(state: AppState) -> APIRouter:
             if isinstance(text, str):
                 state.check_text(text, "prompt")
             else:
-                state.check_tokens(text, "prompt")
+                state.check_tokens(last_of(body, text), "prompt")
 
         def encode() -> tuple[list[list[int]], list[str]]:
             tokens = [last_of(body, encoded(state, prompt)) for prompt in given]

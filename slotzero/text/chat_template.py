@@ -25,7 +25,7 @@ from slotzero.errors import ConfigError, RequestError
 
 RESERVED = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize",
-    "self",
+    "template", "self",
 )  # fmt: skip
 NOT_BOTH = (
     "cannot be used with add_generation_prompt, which begins a new message: set that to false"

@@ -223,3 +223,59 @@ def test_harmony_has_its_own_channels(vocabulary: GrammarVocabulary) -> None:
     grammar = compiled(vocabulary, replace(answer, calls=None), rules)
     assert allows(grammar, thought + final + "3")
     assert not allows(grammar, thought + final + "x")
+
+
+def enforced(name: str, given: dict[str, Any]) -> str:
+    """Return the grammar of forced calls of a tool with one parameter."""
+    form = TOOL_FORMAT_NAMES[name]
+    schema = {"type": "object", "properties": {"a": given}, "required": ["a"], "$defs": DEFINED}
+    answer = AnswerFormat(None, Start.AFTER, form, {"f": schema}, False)
+    rules = AnswerRules({"f": schema}, is_forced=True, structure=None)
+    return answer_grammar(answer, rules, pieces)
+
+
+DEFINED = {
+    "Unused": {"description": "x" * 500},
+    "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}] * 30},
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
+def test_schemas_that_refer_to_themselves_many_times_take_no_time(name: str) -> None:
+    assert "Loop" in enforced(name, {"$ref": "#/$defs/Loop"})
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "gemma4"])
+def test_definitions_are_only_where_they_are_used(name: str) -> None:
+    assert "xxx" not in enforced(name, {"type": "integer"})
+
+
+def test_a_grammar_that_is_too_long_is_refused() -> None:
+    given = {"anyOf": [{"type": "integer"}], "description": "x" * 100_000}
+    with pytest.raises(RequestError, match="more than 100000 characters"):
+        enforced("hermes", given)
+
+
+def test_listed_values_may_be_null_too() -> None:
+    given = {"anyOf": [{"type": "string", "enum": ["a", "b"]}, {"type": "null"}]}
+    text = enforced("qwen3_coder", given)
+    assert '"a" | "b" | "null"' in text
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"type": "string", "pattern": "^a+$", "maxLength": 3}, "beside a length"),
+        ({"type": "string", "pattern": "^cat|dog$"}, "alternatives"),
+    ],
+)
+def test_patterns_that_would_lose_a_part_are_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        enforced("qwen3_coder", given)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "inner"), [(r"^US\$", r"/(US\$)(.|\n)*/"), (r"^\d+(kg|lb)$", r"/(\d+(kg|lb))/")]
+)
+def test_anchors_of_patterns(pattern: str, inner: str) -> None:
+    assert inner in enforced("qwen3_coder", {"type": "string", "pattern": pattern})

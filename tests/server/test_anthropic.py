@@ -8,6 +8,9 @@ import pytest
 from asgi_clients import THOUGHT, TOOL_LOOP, call_text, engine, http_client, run
 from fake_engine import FakeClient, ask
 
+from slotzero.server.anthropic_request import MessagesRequest, messages_conversation
+from slotzero.server.conversation import ANY
+
 USER: Any = [{"role": "user", "content": "How warm is Paris?"}]
 WEATHER: Any = {
     "name": "weather",
@@ -201,3 +204,30 @@ def test_an_error_within_a_stream() -> None:
     name, data = last.split("\n")
     assert name == "event: error"
     assert json.loads(data.removeprefix("data: "))["error"]["type"] == "overloaded_error"
+
+
+def test_effort_works_with_and_without_thinking() -> None:
+    for thinking, effort, expected in (
+        (None, "low", "low"),
+        ("adaptive", "max", "high"),
+        ("enabled", None, ANY),
+        ("disabled", "low", "none"),
+        ("adaptive", None, None),
+    ):
+        given = {"model": "tiny", "max_tokens": 5, "messages": USER}
+        given |= {} if thinking is None else {"thinking": {"type": thinking}}
+        given |= {} if effort is None else {"output_config": {"effort": effort}}
+        made = messages_conversation(MessagesRequest(**given))
+        assert made.template.effort == expected, (thinking, effort)
+
+
+def test_invalid_unicode_of_a_model_is_sent() -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "\\ud83d"}}\n</tool_call>'
+
+    async def work() -> None:
+        made = await client_of(engine(f"{THOUGHT}{call}")).messages.create(
+            model="tiny", max_tokens=50, messages=USER, tools=[WEATHER]
+        )
+        assert made.content[-1].input == {"city": "\ud83d"}
+
+    run(work)

@@ -1,5 +1,6 @@
 """Tests of continue_final_message: the prompt ends with the last message."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from fake_engine import FakeClient, ask, refused
 
 from slotzero import LLM, SamplingParams
 from slotzero.errors import RequestError, TokenizerMissingError
+from slotzero.text.chat_template import RESERVED
 from slotzero.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -89,3 +91,9 @@ def test_continuation_offline() -> None:
         llm.chat(BEGUN, params, continue_final_message=True)
     with pytest.raises(TokenizerMissingError, match="has no tokenizer"):
         LLM("tiny:llama", skip_tokenizer_init=True, **settings).chat(BEGUN, params, **GO_ON)
+
+
+def test_every_argument_is_reserved() -> None:
+    """Or a client's template variable of this name would be a second value for it."""
+    names = inspect.signature(Tokenizer.apply_chat_template).parameters
+    assert set(names) - {"kwargs"} <= set(RESERVED)
