@@ -222,11 +222,11 @@ def test_effort_works_with_and_without_thinking() -> None:
 
 
 def test_invalid_unicode_of_a_model_is_sent() -> None:
-    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "\\ud83d"}}\n</tool_call>'
+    call = call_text("weather", '{"city": "\\ud83d"}')
 
     async def work() -> None:
         made = await client_of(engine(f"{THOUGHT}{call}")).messages.create(
-            model="tiny", max_tokens=50, messages=USER, tools=[WEATHER]
+            model="tiny", max_tokens=200, messages=USER, tools=[WEATHER]
         )
         assert made.content[-1].input == {"city": "\ud83d"}
 
