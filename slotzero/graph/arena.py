@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slotzero.graph.operators import Call, storage_key
+from slotzero.graph.operators import Call
+from slotzero.graph.refusals import storage_key
 
 ALIGNMENT = 64
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from slotzero.graph.arena import Arena
 from slotzero.graph.backend import Backend, PlainPieces, Recording, StepFunction, TraceLine
-from slotzero.graph.operators import Call, OperatorRecorder, storage_key
+from slotzero.graph.operators import Call, OperatorRecorder
+from slotzero.graph.refusals import storage_key
 
 
 class CpuRecording(Recording):
@@ -46,8 +47,7 @@ class CpuBackend(Backend):
 
 def _recorded(function: StepFunction) -> OperatorRecorder:
     recorder = OperatorRecorder()
-    with recorder:
-        function(PlainPieces())
+    recorder.record(lambda: function(PlainPieces()))
     return recorder
 
 

@@ -1,19 +1,28 @@
 """The operators that a function calls, recorded with their arguments.
 
 A recorded call writes its results to the memory where the recording run put them, so it can be made
-again over other values. Views are not called again: their memory is that of their base. A result
-that depends on a value (`nonzero`, `item`) cannot be recorded.
+again over other values. Views are not called again: their memory is that of their base. A call that
+cannot be repeated is refused by name (refusals.py).
 """
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slotzero.errors import RecordingError
+from slotzero.graph.refusals import (
+    CONSTANT,
+    VARYING_SHAPE,
+    CallWatch,
+    HostReads,
+    refused_before,
+    storage_key,
+    tensors_of,
+)
 
 _ALLOCATIONS = {  # results whose memory is written by a later call
     torch.ops.aten.empty.memory_format,
@@ -31,8 +40,8 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from _tensors_of(self.args)
-        yield from _tensors_of(tuple(self.kwargs.values()))
+        yield from tensors_of(self.args)
+        yield from tensors_of(tuple(self.kwargs.values()))
 
     def over(self, place: Callable[[Tensor], Tensor]) -> "Call":
         """Return the same call with each tensor replaced."""
@@ -41,7 +50,7 @@ class Call(NamedTuple):
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs every operator and records it."""
+    """Runs every operator and records it; raises RecordingError if it cannot be repeated."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -49,6 +58,12 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.made: dict[int, Tensor] = {}
         """A tensor of each storage that the calls have made, by `storage_key`; kept, so that no
         memory is used twice."""
+        self._constants: dict[int, Tensor] = {}
+        """The same for tensors that the step makes from numbers of the host."""
+
+    def record(self, function: Callable[[], None]) -> None:
+        with HostReads(lambda name, _, reason: _refuse(name, reason)), self:
+            function()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -61,31 +76,34 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        _refuse_dynamic(func, args)
-        given = {storage_key(tensor) for tensor in Call(func, args, kwargs).tensors()}
+        with torch._C.DisableTorchFunction():  # an operator may read what it likes
+            return self._record(func, args, kwargs or {})
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.aten.detach_.default:  # torch.tensor calls it
+            return func(*args, **kwargs)
+        if reason := refused_before(func, args, kwargs):
+            _refuse(func, reason)
+        watch = CallWatch(func, args, kwargs)
+        if any(storage_key(tensor) in self._constants for tensor in watch.written):
+            _refuse(func, CONSTANT)
         results = func(*args, **kwargs)
-        new = [t for t in _tensors_of((results,)) if storage_key(t) not in given]
-        is_lifted = func is torch.ops.aten.lift_fresh.default
-        if is_lifted or (not new and not func._schema.is_mutable):
-            return results  # a view, or a constant
+        if func is torch.ops.aten.lift_fresh.default:
+            self._constants[storage_key(results)] = results
+            return results
+        if reason := watch.refused_after(results):
+            _refuse(func, reason)
+        new = [t for t in tensors_of(results) if storage_key(t) not in watch.given]
+        if not new and not func._schema.is_mutable:
+            return results  # a view
         self.made |= {storage_key(tensor): tensor for tensor in new}
         if func not in _ALLOCATIONS:
             self.calls.append(_call(func, args, kwargs, new))
         return results
 
 
-def storage_key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _refuse_dynamic(func: Any, args: tuple[Any, ...]) -> None:
-    tags = func.tags
-    is_dynamic = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-    if func is torch.ops.aten.index.Tensor:
-        is_dynamic = any(t.dtype in (torch.bool, torch.uint8) for t in _tensors_of(args[1:]))
-    if is_dynamic:
-        raise RecordingError(f"{func}: its result depends on values of the recorded step")
+def _refuse(what: object, reason: str) -> NoReturn:
+    raise RecordingError(f"{what} cannot be recorded: {reason}")
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], new: list[Tensor]) -> Call:
@@ -105,9 +123,10 @@ def _calling(func: Any) -> Callable[..., None]:
     """Return a function that calls an operator and copies its results to given tensors."""
 
     def call(results: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> None:
-        made = func(*args, **kwargs)
-        fresh = [t for t in _tensors_of((made,)) if t.numel()]
-        for result, value in zip((r for r in results if r.numel()), fresh, strict=True):
+        made = [*tensors_of(func(*args, **kwargs))]
+        if [value.shape for value in made] != [result.shape for result in results]:
+            _refuse(func, VARYING_SHAPE)
+        for result, value in zip(results, made, strict=True):
             result.copy_(value)
 
     return call
@@ -136,14 +155,6 @@ def _writing_form(func: Any) -> tuple[Any, tuple[str, ...]] | None:
         if len(out) == len(func._schema.returns) and plain == wanted:
             return overload, tuple(out)
     return None
-
-
-def _tensors_of(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors_of(value)
 
 
 def _replaced(value: Any, place: Callable[[Tensor], Tensor]) -> Any:
