@@ -70,23 +70,20 @@ def snapshots_of(engine: Engine) -> tuple[str, ...]:
 
 
 def bounds_of(engine: Engine) -> Bounds:
-    """Return how far results may differ with this backend and these kernels.
+    """Return how far results may differ, which follows from what the engine promises.
 
-    A replay repeats the operators of an eager step, so both give the same bits. Batch-invariant
-    kernels compute a row to the same bits in every batch, and only copies, sums and products of two
-    values are computed around them, which round in the same way everywhere. Other kernels sum in an
-    order that depends on the batch (plain torch, and on CUDA the way in which matrix products
-    and attention are split, docs/decisions/0009), so a row is bit-identical only in an identical
-    batch. With more than two ranks, partial sums are added in an order that depends on their place
-    in the collective's buffer, except in deterministic mode.
+    A replay repeats the operators of an eager step, so both give the same bits. If results are
+    deterministic (executor/determinism.py), a row has the same bits in every batch. Otherwise sums
+    have an order that depends on the batch: plain torch, and on CUDA the way in which matrix
+    products and attention are split (docs/decisions/0009); between ranks, the place of a partial
+    sum in the collective's buffer, and the rank that adds a token's shared expert. Then a row is
+    bit-identical only in an identical batch.
     """
+    if engine.limits.is_deterministic:
+        return Bounds(replay=0.0, size=0.0, neighbours=0.0)
     rounding = _RELATIVE[engine.limits.dtype]
     if engine.limits.kv_cache_dtype == "fp8":
         rounding += _FLOAT8
-    model = engine.worker.decoder
-    ranks = engine.rank_group.ranks
-    if model.is_batch_invariant and (ranks.size <= 2 or ranks.in_order):
-        return Bounds(replay=0.0, size=0.0, neighbours=0.0)
     return Bounds(replay=0.0, size=rounding, neighbours=rounding)
 
 

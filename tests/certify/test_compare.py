@@ -1,10 +1,14 @@
 """Tests of tensor comparison: rounding passes, and no value is too small to be compared."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from slotzero.certify.checks import Bounds
 from slotzero.certify.compare import first_difference, magnitude
 from slotzero.certify.scenarios import _RELATIVE as RELATIVE
+from slotzero.certify.scenarios import bounds_of
 
 DTYPES = {name: getattr(torch, name) for name in RELATIVE}
 
@@ -74,3 +78,14 @@ def test_bitwise_comparison_and_nan() -> None:
         got = expected.clone()
         got[1, 0] = wrong
         assert first_difference(got, expected, 1e-4) == (1, str(wrong), "2")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "eager"])
+def test_bounds_follow_from_the_promise_and_not_from_the_backend(backend: str) -> None:
+    def bounds(**limits: object) -> Bounds:
+        given = {"dtype": "bfloat16", "kv_cache_dtype": "auto", "backend": backend, **limits}
+        return bounds_of(SimpleNamespace(limits=SimpleNamespace(**given)))  # type: ignore[arg-type]
+
+    assert bounds(is_deterministic=True, kv_cache_dtype="fp8") == Bounds(0.0, 0.0, 0.0)
+    assert bounds(is_deterministic=False) == Bounds(0.0, 0.05, 0.05)
+    assert bounds(is_deterministic=False, kv_cache_dtype="fp8") == Bounds(0.0, 0.1, 0.1)
