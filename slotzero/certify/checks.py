@@ -18,6 +18,7 @@ from slotzero.certify.operator_trace import (
 from slotzero.certify.report import Violation
 from slotzero.certify.scenario import Outcome, Trial, others_of, owned_rows
 from slotzero.graph import GraphKey, Registry, TensorKind
+from slotzero.graph.backend import TraceLine
 from slotzero.graph.registry import Entry
 
 
@@ -144,12 +145,9 @@ class Examination:
         traces, written = [], []
         for rows in steps:
             trace, key = OperatorTrace(self.registry), self._set(rows)
-            with trace:
-                runner.eager(key)
+            trace.watch(partial(runner.eager, key))
             traces.append(trace)
-            written.append(
-                runner.backend.transcript(partial(runner.spec.function, self._set(rows)))
-            )
+            written.append(self._transcript(self._set(rows)))
         findings = [
             *traces[0].findings,
             *first_divergence(*(trace.lines for trace in traces)),
@@ -158,6 +156,13 @@ class Examination:
         ]
         for tensor, found in dict.fromkeys(findings):
             yield self._violation("S5", tensor, found, None)
+
+    def _transcript(self, key: GraphKey) -> list[TraceLine]:
+        """Return what is recorded; nothing for a size that could not be, and runs eagerly."""
+        runner = self.trial.runner
+        if runner.records[key].failure:
+            return []
+        return runner.backend.transcript(partial(runner.spec.function, key))
 
     def s6(self) -> Iterator[Violation]:
         spans = sorted(

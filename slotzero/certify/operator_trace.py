@@ -1,12 +1,15 @@
 """S5: which memory a recording reads and which host values it has baked in.
 
 A step function is observed operator by operator in two different steps of one size. It must do the
-same to the same tensors both times: a difference means that a host value was used. It must not wait
-for a value from the device, and may use only registered memory and tensors that it made itself.
+same to the same tensors both times: a difference means that a host value was used. It may use only
+registered memory and tensors that it made itself, and no value may reach the host, even if it is
+the same in both steps: not from an operator that returns a number or a shape that depends on
+values, and not past operators (`tolist`, or places at which torch splits a tensor). What an
+operator reads for its own result stays inside, since a replay calls it again.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from slotzero.graph import Registry
 from slotzero.graph.backend import TraceLine
+from slotzero.graph.refusals import HOST_VALUE, HostReads, host_value, tensors_of, varying_shape
 
 Finding = tuple[str, str]  # tensor, what is wrong with it
 
@@ -55,6 +59,18 @@ class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._addresses = Addresses(registry)
         self._made: dict[int, Tensor] = {}  # kept alive, so that no address is reused
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping would import torch._dynamo, which takes seconds
+
+    def watch(self, function: Callable[[], None]) -> None:
+        with HostReads(self._read), self:
+            function()
+
+    def _read(self, name: str, tensor: Tensor, reason: str) -> None:
+        if reason == HOST_VALUE:  # kernels on a device are given addresses
+            self.findings.append((self._name(tensor), f"{name}: the host reads its value"))
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -62,23 +78,32 @@ class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        arguments = tree_leaves((args, kwargs or {}))
-        words = [self._word(func, value) for value in arguments]
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.findings.append((words[0].split("[")[0], "the host waits for its value"))
+        with torch._C.DisableTorchFunction():  # what an operator reads inside, a replay reads too
+            return self._observe(func, args, kwargs or {})
+
+    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        words = [self._word(func, value) for value in tree_leaves((args, kwargs))]
+        source = next(map(self._name, tensors_of((args, *kwargs.values()))), "")
         self.lines.append(TraceLine(f"{func} {' '.join(words)}"))
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor):
-                self._made[tensor.untyped_storage().data_ptr()] = tensor
+        made = func(*args, **kwargs)
+        if host_value(func, made):
+            self.findings.append((source, f"{func}: the host waits for its value"))
+        if varying_shape(func, args):
+            self.findings.append((source, f"{func}: the shape of its result depends on values"))
+        for tensor in tensors_of(made):
+            self._made[tensor.untyped_storage().data_ptr()] = tensor
         return made
+
+    def _name(self, tensor: Tensor) -> str:
+        """Return the registered name; "made" if the step made it, "empty", or an empty string."""
+        name = self._addresses.name(tensor.data_ptr()) if tensor.numel() else "empty"
+        is_made = tensor.untyped_storage().data_ptr() in self._made
+        return name or ("made" if is_made else "")
 
     def _word(self, func: Any, value: Any) -> str:
         if not isinstance(value, Tensor):
             return repr(value)
-        name = self._addresses.name(value.data_ptr()) if value.numel() else "empty"
-        if not name and value.untyped_storage().data_ptr() in self._made:
-            name = "made"
+        name = self._name(value)
         if not name:
             name = "unregistered"
             self.findings.append((name, f"{func} reads memory that is not registered"))

@@ -76,18 +76,19 @@ class HostReads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if args and isinstance(args[0], Tensor) and (reason := _past_operators(func, args)):
-            self._found(f"Tensor.{func.__name__}", args[0], reason)
+        given = tensors_of(args)
+        if given and (reason := _past_operators(func, len(given))):
+            self._found(f"Tensor.{func.__name__}", given[-1], reason)
         return func(*args, **(kwargs or {}))
 
 
-def _past_operators(func: Any, args: tuple[Any, ...]) -> str:
+def _past_operators(func: Any, num_tensors: int) -> str:
     name = getattr(func, "__name__", "")
     if name in ("tolist", "numpy", "__array__", "__dlpack__"):
         return HOST_VALUE
     if name in ("data_ptr", "untyped_storage", "storage"):
         return HOST_POINTER
-    if name == "tensor_split" and any(isinstance(arg, Tensor) for arg in args[1:]):
+    if name == "tensor_split" and num_tensors > 1:
         return HOST_VALUE  # the places are read, and become arguments of views
     return RESHAPED if func == _SET_DATA else ""
 

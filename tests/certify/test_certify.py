@@ -28,6 +28,7 @@ from slotzero.executor.rank_group import RankGroup
 from slotzero.graph import Pieces, Runner
 from slotzero.graph.transfer import UploadRing
 from slotzero.kernels import torch_speculation
+from slotzero.kernels.cpu.kernels import CpuKernels
 from slotzero.kernels.types import Rows, Tokens
 from slotzero.models.families.family import families
 from slotzero.runners.passes import DrafterInputs
@@ -192,6 +193,25 @@ def test_a_missing_pad_is_named_everywhere(run: Run, tmp_path: Path) -> None:
     text = Page(files[1].read_text(encoding="utf-8")).text
     for word in ("NOT passed", "decode[1]", "check S1", "slots", failure["found"], RULES["S1"]):
         assert word in text
+
+
+def test_a_value_that_the_host_reads_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a size cannot be recorded and runs eagerly, so only the trace can find it."""
+    right = CpuKernels.embed
+
+    def embed(self: CpuKernels, tokens: Tokens, *more: Any) -> Any:
+        tokens.slots.tolist()
+        return right(self, tokens, *more)
+
+    monkeypatch.setattr(CpuKernels, "embed", embed)
+    with pytest.warns(UserWarning, match="could not be recorded.*: Tensor.tolist cannot be"):
+        code, out, _ = run(*small(seqs=1), "--quick", "--backend", "cpu")
+    assert code == 1
+    failed = [line for line in out.splitlines() if line.startswith("FAILED")]
+    for line in failed:
+        for word in ("S5", "'token_slots'", "Tensor.tolist: the host reads its value", RULES["S5"]):
+            assert word in line
+    assert len(failed) == 2
 
 
 @pytest.mark.usefixtures("unpadded")
