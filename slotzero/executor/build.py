@@ -52,6 +52,7 @@ from slotzero.models.implementation import parse_model
 from slotzero.models.model import Model, ModelShape
 from slotzero.models.rope import frequencies
 from slotzero.models.routing import Routing
+from slotzero.models.weight_store import WeightStore
 from slotzero.models.weights import DecoderWeights, Progress, load_weights, random_weights
 from slotzero.pools.budget import GroupShape
 from slotzero.pools.states import SNAPSHOT_ROWS, StateShape, snapshot_tables
@@ -129,6 +130,7 @@ class _Builder:
         self._model = self._whole.shard(self._ranks)
         self._registry = Registry(self._device)
         self._kernels: Kernels = kernels_for(self._device, config.deterministic)
+        self._store = WeightStore(self._registry, self._kernels, self._dtype)
         refuse_dependence(config, parsed, self._kernels, self._device)
         self._kv_dtype = choose_kv_dtype(config.kv_cache_dtype, parsed, self._kernels, self._dtype)
 
@@ -244,9 +246,7 @@ class _Builder:
             decoder,
             routing,
             self._checkpoint,
-            self._registry,
-            self._kernels,
-            self._dtype,
+            self._store,
             self._kv_dtype is CODES,
             self._progress,
             self._ranks,
@@ -256,10 +256,9 @@ class _Builder:
 
     def _weights(self, whole: ModelConfig) -> DecoderWeights:
         config, ranks = self._config, self._ranks
-        common = self._registry, self._kernels, self._dtype
         if config.load_format == "dummy":
-            return random_weights(whole, *common, config.weights_seed, ranks=ranks)
-        return load_weights(whole, self._checkpoint, *common, self._progress, ranks=ranks)
+            return random_weights(whole, self._store, config.weights_seed, ranks=ranks)
+        return load_weights(whole, self._checkpoint, self._store, self._progress, ranks=ranks)
 
     def _allocate(
         self,

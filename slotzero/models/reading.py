@@ -3,7 +3,10 @@
 It knows which stored tensors make up a weight; it does not know what the weight is for.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
@@ -21,39 +24,94 @@ from slotzero.quantization.quantization import Quantization
 INPUT_SCALE = "input_scale"
 
 
-def fill(
-    params: Sequence[StackedParam],
-    tensors: dict[str, Tensor],
-    checkpoint: Checkpoint,
-    kernels: Kernels,
-    quantization: Quantization,
-) -> Iterator[Tensor]:
-    """Read parameters into their tensors; yield each part of a tensor after filling it."""
+class Filling(ABC):
+    """Something that is filled at once, from some tensors of a checkpoint."""
+
+    @property
+    @abstractmethod
+    def num_values(self) -> int: ...
+
+    @abstractmethod
+    def names(self) -> Iterator[tuple[str, bool]]:
+        """Yield the tensors of the checkpoint that are read, and whether each must be there."""
+
+    @abstractmethod
+    def fill(self, checkpoint: Checkpoint, kernels: Kernels) -> None: ...
+
+
+@final
+@dataclass(frozen=True)
+class WeightFilling(Filling):
+    """A weight of a layer, or of an expert of a layer: its tensors, and what they are made of."""
+
+    stacked: StackedParam
+    targets: Mapping[str, Tensor]
+    stored: Sequence[Stored]
+    quantization: Quantization
+
+    @property
+    def num_values(self) -> int:
+        return sum(target.numel() for target in self.targets.values())
+
+    def names(self) -> Iterator[tuple[str, bool]]:
+        for one in self.stored:
+            yield from stored_names(self.stacked, one, self.quantization).items()
+
+    def fill(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
+        format = self.stacked.format
+        if format is None:
+            (target,) = self.targets.values()
+            read = _read(
+                self.stacked.param, self.stored, checkpoint, kernels, self.quantization, target
+            )
+            target.copy_(read)
+        else:
+            device = self.targets["codes"].device
+            rows = _read_rows(self.stored, checkpoint, self.quantization, format, device)
+            put_fields(kernels.pack_quantized(rows, format), self.targets)
+
+
+@final
+@dataclass(frozen=True)
+class SharedScaleFilling(Filling):
+    """The largest scale of the inputs of a layer's experts, including those on other ranks, for all
+    of them. So results do not depend on the number of ranks."""
+
+    target: Tensor
+    modules: Sequence[str]
+
+    @property
+    def num_values(self) -> int:
+        return self.target.numel()
+
+    def names(self) -> Iterator[tuple[str, bool]]:
+        return ((f"{module}.{INPUT_SCALE}", True) for module in self.modules)
+
+    def fill(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
+        scales = [read_input_scale(checkpoint, module) for module in self.modules]
+        self.target.copy_(torch.stack(scales).amax(0))
+
+
+def fillings(
+    params: Sequence[StackedParam], tensors: Mapping[str, Tensor], quantization: Quantization
+) -> Iterator[Filling]:
+    """Yield what must be filled, in order, so that all parameters are read into their tensors."""
     for stacked in params:
         for targets, stored in targets_of(stacked, tensors):
-            if stacked.format is None:
-                (target,) = targets.values()
-                read = _read(stacked.param, stored, checkpoint, kernels, quantization, target)
-                target.copy_(read)
-            else:
-                device = targets["codes"].device
-                rows = _read_rows(stored, checkpoint, quantization, stacked.format, device)
-                store(kernels.pack_quantized(rows, stacked.format), targets)
-            yield from targets.values()
+            yield WeightFilling(stacked, targets, stored, quantization)
         if stacked.param.whole_experts is not None and stacked.has_input_scale:
-            _share_input_scales(stacked, tensors, checkpoint)
+            scales = tensors[f"{stacked.name}.{INPUT_SCALE}"]
+            for i, prefix in enumerate(stacked.prefixes or ("",)):
+                modules = [one.module for one in stacked.param.of_all_ranks.stored(prefix)]
+                yield SharedScaleFilling(scales if stacked.prefixes is None else scales[i], modules)
 
 
-def _share_input_scales(
-    stacked: StackedParam, tensors: Mapping[str, Tensor], checkpoint: Checkpoint
-) -> None:
-    """Give the experts of each layer the largest scale of their inputs, including those of experts
-    on other ranks. So results do not depend on the number of ranks."""
-    scales = tensors[f"{stacked.name}.{INPUT_SCALE}"]
-    for i, prefix in enumerate(stacked.prefixes or ("",)):
-        modules = [one.module for one in stacked.param.of_all_ranks.stored(prefix)]
-        largest = torch.stack([read_input_scale(checkpoint, module) for module in modules]).amax(0)
-        (scales if stacked.prefixes is None else scales[i]).copy_(largest)
+def stored_names(
+    stacked: StackedParam, stored: Stored, quantization: Quantization
+) -> Mapping[str, bool]:
+    """Return the tensors that a checkpoint has for a source, and whether each must be there."""
+    packed = None if stacked.param.columns is None else quantization.tensors(stored.module)
+    return packed or {stored.name: True}
 
 
 def targets_of(
@@ -81,7 +139,7 @@ def targets_of(
             yield of_expert, stored[expert * size : (expert + 1) * size]
 
 
-def store(packed: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+def put_fields(packed: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
     """Copy a quantised weight to its place. The experts of a layer share the largest scale of their
     inputs."""
     for field, target in targets.items():
@@ -135,7 +193,7 @@ def _read_plain(one: Stored, checkpoint: Checkpoint, quantization: Quantization)
 
 def _read(
     param: Param,
-    stored: list[Stored],
+    stored: Sequence[Stored],
     checkpoint: Checkpoint,
     kernels: Kernels,
     quantization: Quantization,

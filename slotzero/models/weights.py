@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.errors import CapacityError, CorruptCheckpointError, UnsupportedModelError
-from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.quantized import QuantizedRows, quantise
 from slotzero.kernels.weights import LinearWeight
@@ -21,7 +20,7 @@ from slotzero.models.blocks.layer_input import LayerEmbeddingWeights
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
 from slotzero.models.layer import LayerWeights
-from slotzero.models.reading import INPUT_SCALE, fill, store, targets_of
+from slotzero.models.reading import INPUT_SCALE, fillings, put_fields, stored_names, targets_of
 from slotzero.models.stacks import (
     Stack,
     StackedParam,
@@ -30,6 +29,7 @@ from slotzero.models.stacks import (
     outer_stack,
     vocabulary_weights,
 )
+from slotzero.models.weight_store import WeightSet, WeightStore
 from slotzero.pools.budget import refuse_beyond
 from slotzero.quantization.method import CACHE_SCALES, WeightPart, take
 from slotzero.quantization.quantization import NOT_QUANTIZED, Quantization
@@ -55,9 +55,7 @@ class DecoderWeights:
 def load_weights(
     config: ModelConfig,
     checkpoint: Checkpoint,
-    registry: Registry,
-    kernels: Kernels,
-    dtype: torch.dtype,
+    store: WeightStore,
     progress: Progress,
     prefix: str = "",
     read_elsewhere: frozenset[str] = frozenset(),
@@ -70,36 +68,34 @@ def load_weights(
     reads.
     """
     params = model_params(config, ranks)
-    _refuse_unexpected(config, checkpoint, read_elsewhere)
-    tensors = _allocate(params, registry, kernels, dtype, prefix)
+    refuse_unexpected(config, checkpoint, read_elsewhere)
+    tensors = _allocate(params, store, prefix)
+    _remember(config, params, tensors, store)
     total, done = sum(t.numel() for t in tensors.values()), 0
-    for target in fill(params, tensors, checkpoint, kernels, config.quantization):
-        done += target.numel()
+    for filling in fillings(params, tensors, config.quantization):
+        filling.fill(checkpoint, store.kernels)
+        done += filling.num_values
         progress(min(done, total), total)  # experts share the scale of their inputs
-    return _assemble(config, tensors, ranks, dtype)
+    return _assemble(config, tensors, ranks, store.dtype)
 
 
 def load_params(
     params: Sequence[StackedParam],
     checkpoint: Checkpoint,
-    registry: Registry,
-    kernels: Kernels,
-    dtype: torch.dtype,
+    store: WeightStore,
     prefix: str,
     quantization: Quantization = NOT_QUANTIZED,
 ) -> dict[str, Tensor]:
     """Load parameters that are not part of a model; return them by name."""
-    tensors = _allocate(params, registry, kernels, dtype, prefix)
-    for _ in fill(params, tensors, checkpoint, kernels, quantization):
-        pass
+    tensors = _allocate(params, store, prefix)
+    for filling in fillings(params, tensors, quantization):
+        filling.fill(checkpoint, store.kernels)
     return tensors
 
 
 def random_weights(
     config: ModelConfig,
-    registry: Registry,
-    kernels: Kernels,
-    dtype: torch.dtype,
+    store: WeightStore,
     seed: int,
     prefix: str = "",
     ranks: Ranks = ALONE,
@@ -109,14 +105,15 @@ def random_weights(
     They are drawn on the device, so that a large model starts quickly. All ranks use the same seed.
     """
     params = model_params(config, ranks)
-    tensors = _allocate(params, registry, kernels, dtype, prefix)
-    generator = torch.Generator(registry.device).manual_seed(seed)
+    tensors = _allocate(params, store, prefix)
+    _remember(config, params, tensors, store)
+    generator = torch.Generator(store.registry.device).manual_seed(seed)
     for stacked in params:
         param = stacked.param
         if stacked.format is not None:
             for targets, _ in targets_of(stacked, tensors):
                 rows = _draw_rows(stacked, targets["codes"], generator)
-                store(kernels.pack_quantized(rows, stacked.format), targets)
+                put_fields(store.kernels.pack_quantized(rows, stacked.format), targets)
             continue
         tensor = tensors[stacked.name]
         if param.starts_at_one:
@@ -125,7 +122,7 @@ def random_weights(
             tensor.normal_(0, 0.02, generator=generator)
             if not any(source.scale for source in param.sources):  # a bias that another rank adds
                 tensor.zero_()
-    return _assemble(config, tensors, ranks, dtype)
+    return _assemble(config, tensors, ranks, store.dtype)
 
 
 def weight_bytes(config: ModelConfig, kernels: Kernels, dtype: torch.dtype) -> int:
@@ -159,13 +156,18 @@ def _draw_rows(stacked: StackedParam, target: Tensor, generator: torch.Generator
     return rows
 
 
-def _allocate(
+def _remember(
+    config: ModelConfig,
     params: Sequence[StackedParam],
-    registry: Registry,
-    kernels: Kernels,
-    dtype: torch.dtype,
-    prefix: str,
-) -> dict[str, Tensor]:
+    tensors: Mapping[str, Tensor],
+    store: WeightStore,
+) -> None:
+    whole = tuple(model_params(config, ALONE))
+    store.sets.append(WeightSet(tuple(params), whole, tensors, config.quantization))
+
+
+def _allocate(params: Sequence[StackedParam], store: WeightStore, prefix: str) -> dict[str, Tensor]:
+    registry, kernels, dtype = store.registry, store.kernels, store.dtype
     wanted = {name: shape for p in params for name, shape in _shapes(p, kernels, dtype).items()}
     refuse_beyond(_bytes_of(wanted), registry.device, "weights", "use a smaller model")
     tensors = {}
@@ -208,8 +210,8 @@ def _shapes(
     return {stacked.name: ((*layers, *experts, *shape), kind)}
 
 
-def _refuse_unexpected(
-    config: ModelConfig, checkpoint: Checkpoint, read_elsewhere: frozenset[str]
+def refuse_unexpected(
+    config: ModelConfig, checkpoint: Checkpoint, read_elsewhere: frozenset[str] = frozenset()
 ) -> None:
     """Raise on missing tensors, and on extra ones: ignoring a tensor could change results.
 
@@ -306,8 +308,7 @@ def expected_names(
     expected, optional = set[str](), set[str]()
     for param in params:
         for stored in param.stored():
-            packed = None if param.param.columns is None else quantization.tensors(stored.module)
-            for name, is_needed in (packed or {stored.name: True}).items():
+            for name, is_needed in stored_names(param, stored, quantization).items():
                 (expected if is_needed else optional).add(name)
     return expected, optional
 

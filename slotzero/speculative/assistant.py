@@ -37,6 +37,7 @@ from slotzero.models.rope import frequencies
 from slotzero.models.routing import EXPERT_STARTS, Routing
 from slotzero.models.stacks import StackedParam
 from slotzero.models.vocabulary import Vocabulary
+from slotzero.models.weight_store import WeightStore
 from slotzero.models.weights import Progress, load_params, load_weights
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import DrafterInputs
@@ -83,17 +84,13 @@ def load_assistant(
     config: AssistantConfig,
     target: ModelConfig,
     checkpoint: Checkpoint,
-    registry: Registry,
-    kernels: Kernels,
-    dtype: torch.dtype,
+    store: WeightStore,
     progress: Progress,
     ranks: Ranks,
 ) -> AssistantWeights:
-    model, prefix = config.model, f"{GROUP}."
+    model, prefix, registry = config.model, f"{GROUP}.", store.registry
     besides = [JOIN, BACK, *((CENTROIDS, ORDER) if config.num_clusters else ())]
-    weights = load_weights(
-        model, checkpoint, registry, kernels, dtype, progress, prefix, frozenset(besides), ranks
-    )
+    weights = load_weights(model, checkpoint, store, progress, prefix, frozenset(besides), ranks)
     hidden, theirs = model.hidden_size, target.hidden_size
     scales = [target.embedding_scale] * theirs + [1.0] * theirs  # of embeddings, as they come
     params = [
@@ -117,13 +114,13 @@ def load_assistant(
         cluster_of = torch.empty(model.vocab_size, dtype=torch.int64)
         cluster_of[order] = each
         cluster_of = registry.constant(f"weight.{prefix}cluster_of", cluster_of.to(registry.device))
-    read = load_params(params, checkpoint, registry, kernels, dtype, prefix)
+    read = load_params(params, checkpoint, store, prefix)
     turns = {
         g.name: registry.constant(f"rope_{GROUP}_{g.name}", frequencies(g.rope).to(registry.device))
         for g in model.groups
     }
     routing = Routing.of(model, registry, f"{EXPERT_STARTS}_{GROUP}")
-    decoder = Decoder(model.shard(ranks), weights, turns, kernels, routing, ranks)
+    decoder = Decoder(model.shard(ranks), weights, turns, store.kernels, routing, ranks)
     linear = {name: DenseWeight(read[name], None, param.out_features) for name, param, *_ in params}
     return AssistantWeights(
         decoder, linear["join"], linear["back"], linear.get("centroids"), cluster_of

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from slotzero.checkpoint.folder import FolderCheckpoint
@@ -29,6 +28,7 @@ from slotzero.models.model import Model, ModelShape
 from slotzero.models.rope import frequencies
 from slotzero.models.routing import EXPERT_STARTS, Routing
 from slotzero.models.vocabulary import Vocabulary
+from slotzero.models.weight_store import WeightStore
 from slotzero.models.weights import Progress, load_weights, random_weights
 from slotzero.pools.tables import SlotTables
 from slotzero.speculative.assistant import AssistantDrafter, fit_assistant, load_assistant
@@ -79,9 +79,7 @@ class DraftTarget:
     decoder: Model
     routing: Routing | None
     checkpoint: Checkpoint
-    registry: Registry
-    kernels: Kernels
-    dtype: torch.dtype
+    store: WeightStore
     float8_kv: bool
     progress: Progress
     ranks: Ranks
@@ -97,6 +95,10 @@ class DraftTarget:
                 "package, not of transformers; use --speculative ngram or draft"
             )
         return self.config
+
+    @property
+    def kernels(self) -> Kernels:
+        return self.store.kernels
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -147,10 +149,8 @@ def _mtp(settings: EngineConfig, target: DraftTarget) -> Prepared:
             f"speculative_steps={settings.speculative_steps}: {model} has {num} MTP layers, which "
             f"draft one token each; use --speculative-steps {num}"
         )
-    registry, kernels = target.registry, target.kernels
-    layers = load_mtp(
-        target.family, target.vocabulary, target.checkpoint, registry, kernels, target.dtype
-    )
+    registry, kernels = target.store.registry, target.kernels
+    layers = load_mtp(target.family, target.vocabulary, target.checkpoint, target.store)
     mine = target.family.shard(target.ranks)
     config = mtp_config(mine)
     assert mine.mtp is not None
@@ -170,14 +170,13 @@ def _mtp(settings: EngineConfig, target: DraftTarget) -> Prepared:
 
 def _assistant(name: str, load_format: str, target: DraftTarget) -> Prepared:
     checkpoint = open_checkpoint(name, load_format, is_model=False)
-    registry, kernels = target.registry, target.kernels
+    registry, kernels = target.store.registry, target.kernels
     config = fit_assistant(checkpoint, target.family)
     for group in config.model.groups:
         kernels.refuse(group.reader_heads, target.float8_kv)
     weights = load_assistant(
-        config, target.family, checkpoint, registry, kernels, target.dtype, target.progress,
-        target.ranks,
-    )  # fmt: skip
+        config, target.family, checkpoint, target.store.apart(), target.progress, target.ranks
+    )
     vocabulary = target.vocabulary
     return Prepared(
         (),
@@ -196,12 +195,9 @@ def _eagle(settings: EngineConfig, target: DraftTarget) -> Prepared:
         config = random_eagle(target.family, wanted)
     else:
         config = parse_eagle(checkpoint, target.family, wanted)
-    registry, kernels = target.registry, target.kernels
+    registry, kernels = target.store.registry, target.kernels
     kernels.refuse(config.group.heads, target.float8_kv)
-    weights = load_head(
-        config, checkpoint, target.vocabulary, registry, kernels, target.dtype,
-        settings.weights_seed,
-    )  # fmt: skip
+    weights = load_head(config, checkpoint, target.vocabulary, target.store, settings.weights_seed)
     layer = LayerForward(_head_layer(config), BlockContext(kernels))
     return Prepared(
         (config.group,),
@@ -258,7 +254,7 @@ def _draft_model(settings: EngineConfig, target: DraftTarget) -> Prepared:
         )
     _require_same_tokens(config, checkpoint, target)
     _refuse_short_windows(settings, config, checkpoint)
-    registry, kernels = target.registry, target.kernels
+    registry, kernels = target.store.registry, target.kernels
     config = config.with_groups(lambda group: replace(group, name=f"{GROUP}_{group.name}"))
     groups = config.groups
     for group in groups:
@@ -271,12 +267,11 @@ def _draft_model(settings: EngineConfig, target: DraftTarget) -> Prepared:
             )
     if settings.load_format == "dummy":
         weights = random_weights(
-            config, registry, kernels, target.dtype, settings.weights_seed + 1, f"{GROUP}.",
-            target.ranks,
-        )  # fmt: skip
+            config, target.store.apart(), settings.weights_seed + 1, f"{GROUP}.", target.ranks
+        )
     else:
         weights = load_weights(
-            config, checkpoint, registry, kernels, target.dtype, target.progress, f"{GROUP}.",
+            config, checkpoint, target.store.apart(), target.progress, f"{GROUP}.",
             ranks=target.ranks,
         )  # fmt: skip
     turns = {

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
-from slotzero.graph import Registry
-from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import PairNorms, QkNorms
 from slotzero.kernels.weights import DenseWeight, LinearWeight
 from slotzero.models.blocks.attention import AttentionWeights
@@ -18,6 +16,7 @@ from slotzero.models.blocks.dense_mlp import DenseMlpWeights
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.layer import LayerWeights, NormWeights
 from slotzero.models.vocabulary import Vocabulary
+from slotzero.models.weight_store import WeightStore
 from slotzero.quantization.method import check_plain
 from slotzero.speculative.eagle_config import GROUP, EagleConfig, plain_names
 
@@ -37,17 +36,15 @@ def load_head(
     config: EagleConfig,
     checkpoint: Checkpoint | None,  # None: random
     target: Vocabulary,
-    registry: Registry,
-    kernels: Kernels,
-    dtype: torch.dtype,
+    store: WeightStore,
     seed: int,
 ) -> HeadWeights:
-    read = _Reader(checkpoint, registry, kernels, dtype, seed)
+    read = _Reader(checkpoint, store, seed)
     hidden, third, eps = config.hidden_size, config.is_third, config.norm_eps
     prefix = "midlayer" if third else "layers.0"
     first_norm = f"{prefix}.input_layernorm.weight"
     layer = _load_layer(config, read, prefix)
-    head, draft_of = _load_vocabulary(config, read, target, registry, kernels)
+    head, draft_of = _load_vocabulary(config, read, target, store)
     fc_columns = (len(config.taps) if third else 2) * hidden
     fc = read.matrix("fc", fc_columns, **{"fc.weight": hidden})
     norms = PairNorms(None, None, eps)
@@ -93,8 +90,7 @@ def _load_vocabulary(
     config: EagleConfig,
     read: "_Reader",
     target: Vocabulary,
-    registry: Registry,
-    kernels: Kernels,
+    store: WeightStore,
 ) -> tuple[LinearWeight | None, Tensor | None]:
     """Return the head's own vocabulary head, if it has one, and its ids of the target's tokens."""
     ids, draft_of = None, None
@@ -106,25 +102,18 @@ def _load_vocabulary(
         return read.matrix("head", config.hidden_size, **lm_head), draft_of
     if ids is None:
         return None, None
+    registry = store.registry
     rows = target.head_of(ids.to(registry.device))
-    packed = registry.constant(f"weight.{GROUP}.head", kernels.pack(rows).contiguous())
+    packed = registry.constant(f"weight.{GROUP}.head", store.kernels.pack(rows).contiguous())
     return DenseWeight(packed, None, config.draft_vocab), draft_of
 
 
 class _Reader:
     """Reader of a head's weights, which are loaded or drawn into registered constants."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint | None,
-        registry: Registry,
-        kernels: Kernels,
-        dtype: torch.dtype,
-        seed: int,
-    ) -> None:
-        self._checkpoint, self._registry, self._kernels = checkpoint, registry, kernels
-        self._dtype = dtype
-        self._generator = torch.Generator(registry.device).manual_seed(seed)
+    def __init__(self, checkpoint: Checkpoint | None, store: WeightStore, seed: int) -> None:
+        self._checkpoint, self._store, self._registry = checkpoint, store, store.registry
+        self._generator = torch.Generator(store.registry.device).manual_seed(seed)
         self._stored = {} if checkpoint is None else plain_names(checkpoint)
         self._read: set[str] = set()
 
@@ -134,7 +123,7 @@ class _Reader:
     def matrix(self, name: str, columns: int, **sources: int) -> DenseWeight:
         """Join the rows of several sources, given by name and number of rows."""
         parts = [self._tensor(source, (rows, columns)) for source, rows in sources.items()]
-        packed = self._keep(name, self._kernels.pack(torch.cat(parts)))
+        packed = self._keep(name, self._store.kernels.pack(torch.cat(parts)))
         return DenseWeight(packed, None, sum(sources.values()))
 
     def vector(self, name: str, source: str, size: int, *, optional: bool = False) -> Tensor | None:
@@ -171,11 +160,11 @@ class _Reader:
         return self._registry.constant(f"weight.{GROUP}.{name}", tensor.contiguous())
 
     def _tensor(self, source: str, shape: tuple[int, ...]) -> Tensor:
-        device = self._registry.device
+        device, dtype = self._registry.device, self._store.dtype
         if self._checkpoint is None:
             if len(shape) == 1:
-                return torch.ones(shape, dtype=self._dtype, device=device)
-            drawn = torch.empty(shape, dtype=self._dtype, device=device)
+                return torch.ones(shape, dtype=dtype, device=device)
+            drawn = torch.empty(shape, dtype=dtype, device=device)
             return drawn.normal_(0, 0.05, generator=self._generator)
         tensor = self._checkpoint.read(self._take(source))
         if tuple(tensor.shape) != shape:
@@ -183,7 +172,7 @@ class _Reader:
                 f"{self._checkpoint.name}: tensor {source} has shape {list(tensor.shape)}, "
                 f"its config asks for {list(shape)}"
             )
-        return check_plain(self._checkpoint.name, source, tensor).to(device).to(self._dtype)
+        return check_plain(self._checkpoint.name, source, tensor).to(device).to(dtype)
 
     def _take(self, source: str) -> str:
         assert self._checkpoint is not None

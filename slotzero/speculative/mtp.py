@@ -7,16 +7,14 @@ holds of them are not read.
 
 from dataclasses import replace
 
-import torch
-
+from slotzero.distributed.ranks import ALONE
 from slotzero.errors import CorruptCheckpointError
-from slotzero.graph import Registry
-from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import PairNorms
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
 from slotzero.models.mtp import mtp_params, mtp_weights
 from slotzero.models.vocabulary import Vocabulary
+from slotzero.models.weight_store import WeightSet, WeightStore
 from slotzero.models.weights import expected_names, load_params
 from slotzero.speculative.eagle_config import GROUP, EagleConfig
 from slotzero.speculative.eagle_weights import HeadWeights
@@ -42,9 +40,7 @@ def load_mtp(
     target: ModelConfig,
     vocabulary: Vocabulary,
     checkpoint: Checkpoint,
-    registry: Registry,
-    kernels: Kernels,
-    dtype: torch.dtype,
+    store: WeightStore,
 ) -> list[HeadWeights]:
     layers, ranks, names = [], vocabulary.ranks, set(checkpoint.names())
     for index in range(target.num_mtp_layers):
@@ -55,11 +51,10 @@ def load_mtp(
                 f"{checkpoint.name}: tensor {missing[0]} is missing: the checkpoint was saved "
                 "without its MTP layers, drop --speculative mtp"
             )
-        prefix = f"{GROUP}.{index}."
-        tensors = load_params(
-            params, checkpoint, registry, kernels, dtype, prefix, target.quantization
-        )
-        weights = mtp_weights(target, index, tensors, ranks, dtype)
+        tensors = load_params(params, checkpoint, store, f"{GROUP}.{index}.", target.quantization)
+        whole = tuple(mtp_params(target, index, ALONE))
+        store.sets.append(WeightSet(tuple(params), whole, tensors, target.quantization, True))
+        weights = mtp_weights(target, index, tensors, ranks, store.dtype)
         layers.append(
             HeadWeights(
                 fc=weights.join,

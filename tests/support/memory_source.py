@@ -14,6 +14,7 @@ from slotzero.kernels.quantized import QuantizedRows, dequantise
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.models.checkpoint import Checkpoint, CheckpointView
 from slotzero.models.families.family import parse_config
+from slotzero.models.weight_store import WeightStore
 from slotzero.models.weights import load_weights
 from slotzero.quantization.method import CACHE_SCALES, Method, WeightPart
 
@@ -116,9 +117,7 @@ def load(checkpoint: Checkpoint, ranks: Ranks = ALONE) -> Registry:
     load_weights(
         parse_config(checkpoint.config),
         checkpoint,
-        registry,
-        ReferenceKernels(),
-        torch.float32,
+        WeightStore(registry, ReferenceKernels(), torch.float32),
         lambda done, total: None,
         ranks=ranks,
     )

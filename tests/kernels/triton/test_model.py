@@ -19,6 +19,7 @@ from slotzero.models.decoder import Decoder
 from slotzero.models.families.family import parse_config
 from slotzero.models.model import DecoderBatch
 from slotzero.models.rope import frequencies
+from slotzero.models.weight_store import WeightStore
 from slotzero.models.weights import load_weights
 from slotzero.speculative.assistant import fit_assistant, load_assistant
 from slotzero.speculative.model import ModelDrafter
@@ -106,7 +107,7 @@ class Gemma4:
         torch.manual_seed(0)
         self.device = torch.device(device)
         registry = Registry(self.device)
-        given = registry, kernels, torch.float32, lambda done, total: None
+        given = WeightStore(registry, kernels, torch.float32), lambda done, total: None
         target, assistant = (tiny_checkpoint(f"tiny:gemma4{end}") for end in ("", "-assistant"))
         model = parse_config(target.config)
         turns = {g.name: frequencies(g.rope).to(self.device) for g in model.groups}
