@@ -7,6 +7,7 @@
     │   │   ├── UnknownModelError  the request names a model that is not served
     │   │   └── UnknownResponseError  the request names a response that is not stored
     │   ├── ConfigError            in a setting of the engine or a flag
+    │   ├── WeightUpdateError      in new weights for a running model, which keeps the old ones
     │   └── ModelError             in the checkpoint
     │       ├── ModelNotFoundError
     │       ├── UnsupportedModelError
@@ -82,6 +83,10 @@ class UnknownResponseError(RequestError):
 
 
 class ConfigError(InvalidInputError):
+    pass
+
+
+class WeightUpdateError(InvalidInputError):
     pass
 
 

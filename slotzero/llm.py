@@ -4,10 +4,13 @@ import difflib
 import itertools
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from slotzero.certify.start import start_engine
+from slotzero.checkpoint.given import Given
 from slotzero.config import DEFAULT_MODEL, EngineConfig
+from slotzero.engine.engine import Running
 from slotzero.engine.output_text import OutputText
 from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import ConfigError, RequestError, StepFailedError, TokenizerMissingError
@@ -63,6 +66,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
+    weight_version: str = "0"
+    """The version of the weights that computed the last token; see `LLM.update_weights`."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,19 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": tokens})
         return prompts
 
+    def update_weights(
+        self,
+        weights: Given | str | Path,
+        *,
+        running: Running = "hold",
+        partial: bool = False,
+        version: str | None = None,
+    ) -> str:
+        """Replace the model's weights in place; see `Engine.update_weights`."""
+        return self.engine.update_weights(
+            weights, running=running, partial=partial, version=version
+        )
+
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
     ) -> Generator[StreamChunk, None, None]:
@@ -349,6 +367,7 @@ class LLM:
             outputs=[self._completion(i, answer) for i, answer in enumerate(answers)],
             finished=all(answer.finished for answer in answers),
             num_cached_tokens=answers[0].request.num_found,
+            weight_version=answers[0].weight_version,
         )
 
     def _completion(self, index: int, answer: RequestHandle) -> CompletionOutput:

@@ -85,6 +85,8 @@ class Request:
     num_behind: int = 0
     """Number of computed tokens that the drafter has not processed yet."""
     num_preemptions: int = 0
+    saw_update: bool = False
+    """Whether weights were updated after its first token: no single model gives this answer."""
 
     @property
     def speculates(self) -> bool:

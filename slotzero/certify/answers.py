@@ -45,13 +45,17 @@ class AnswerCheck:
         self._is_wanted |= is_due
         for request in finished:
             is_wanted = self._is_full or (self._is_wanted and not self._pending)
-            if is_wanted and request.finish_reason != "abort" and request.output_token_ids:
+            if is_wanted and _can_be_recomputed(request):
                 self._is_wanted = False
                 self._begin(request)
         while self._pending:
             yield from self._go_on()
             if not self._is_full and self._engine.has_work:
                 return
+
+    def forget(self) -> None:
+        """Drop what is being recomputed, because the weights are about to change."""
+        self._pending.clear()
 
     def _begin(self, request: Request) -> None:
         engine = self._engine
@@ -103,3 +107,8 @@ class AnswerCheck:
             f"{''.join(f'; {fact}' for fact in made_of)}"
         )
         return Violation("S8", "engine", f"request {request.id}", tensor, found_text)
+
+
+def _can_be_recomputed(request: Request) -> bool:
+    is_answered = request.finish_reason != "abort" and bool(request.output_token_ids)
+    return is_answered and not request.saw_update

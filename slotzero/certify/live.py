@@ -114,6 +114,9 @@ class LiveSanitizer(Observer):
             if self._action == "fallback":
                 self._engine.decode_plainly()
 
+    def weights_will_change(self) -> None:
+        self.answers.forget()
+
     def _miscounts(self) -> Iterator[Violation]:
         """Check S9. A violation that the previous step had too is not reported again."""
         try:

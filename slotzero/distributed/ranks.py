@@ -76,6 +76,13 @@ class Ranks:
         exchanged = ops.all_to_all_single(x.contiguous(), even, even, self.group)
         return cast("Tensor", ops.wait_tensor(exchanged))
 
+    def broadcast(self, x: Tensor) -> None:
+        """Replace `x` on every rank by that of rank 0. Cannot be called inside a step."""
+        if self.is_distributed:
+            from torch import distributed
+
+            distributed.broadcast(x.view(-1).view(torch.uint8), 0)
+
     def any(self, flag: bool) -> bool:
         """Return whether the flag is true on any rank. Cannot be called inside a step."""
         return not self.least(int(not flag))

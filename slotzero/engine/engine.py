@@ -13,8 +13,11 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, Protocol, get_args
 
+from slotzero.checkpoint.given import Given, given_checkpoint
 from slotzero.checkpoint.source import checkpoint_of
 from slotzero.config import EngineConfig
 from slotzero.engine.admission import GrammarAdmission, refuse
@@ -24,7 +27,7 @@ from slotzero.engine.output_text import OutputText
 from slotzero.engine.request_factory import RequestFactory
 from slotzero.engine.request_handle import RequestHandle
 from slotzero.engine.scheduler import Scheduler, SchedulerConfig
-from slotzero.errors import CapacityError, ConfigError, RequestError
+from slotzero.errors import CapacityError, ConfigError, RequestError, WeightUpdateError
 from slotzero.executor.build import build_worker
 from slotzero.executor.rank0 import start_ranks
 from slotzero.executor.rank_group import RankGroup
@@ -44,6 +47,9 @@ from slotzero.system.progress import OnProgress, ignore_progress, recording_bar,
 from slotzero.text.chat_template import read_template
 from slotzero.text.tokenizer import Tokenizer
 
+Running = Literal["hold", "finish", "abort"]
+"""What becomes of requests that have begun when weights change."""
+
 
 class LiveChecks(Protocol):
     """The checks on live traffic."""
@@ -57,6 +63,9 @@ class LiveChecks(Protocol):
 
     def committed(self, finished: Sequence[Request]) -> None:
         """Check the step that was just committed, in which these requests ended."""
+
+    def weights_will_change(self) -> None:
+        """Drop everything that only the present weights can confirm."""
 
 
 class Engine:
@@ -94,6 +103,9 @@ class Engine:
         self.schedulers = _schedulers(config, self.worker)
         self.recording_seconds = 0.0 if config.lazy_recording else self._record(config, on_progress)
         self.num_steps = 0
+        self.weight_version = "0"
+        self._num_updates = 0
+        self._config, self._stored_config = config, checkpoint.config
         self.draft_widths = DraftWidths(config, self.worker)
         self._seeds = random.Random(config.seed)
         self._arrivals = 0
@@ -146,7 +158,7 @@ class Engine:
                 self.admission.hold(request)
             else:
                 self._enqueue(request)
-            handle = RequestHandle(request, output_text)
+            handle = RequestHandle(request, output_text, weight_version=self.weight_version)
             self._handles[request_id] = handle
             return handle
 
@@ -233,12 +245,86 @@ class Engine:
         for scheduler in self.schedulers:
             scheduler.ledger.cache.clear()
 
+    def update_weights(
+        self,
+        weights: Given | str | Path,
+        *,
+        running: Running = "hold",
+        partial: bool = False,
+        version: str | None = None,
+    ) -> str:
+        """Replace the weights in place, and return their version, by default the next number.
+
+        `weights` are tensors by the names that the model's checkpoint has for them, or a folder or
+        file with another checkpoint of the same model. Nothing is recorded again. Unless all of
+        them fit, WeightUpdateError is raised and the old weights stay. With `partial`, weights of
+        which no tensor is given stay as they are. Cached prefixes are dropped. Requests that have
+        begun go on after their tokens so far, which are computed again with the new weights
+        (`hold`), end with the old weights first (`finish`), or end now (`abort`).
+        """
+        if running not in get_args(Running):
+            raise ConfigError(f"running={running}: use one of {', '.join(get_args(Running))}")
+        given = self._given(weights)
+        with self.lock, uninterrupted():
+            names = self.worker.check_update(given, partial)
+            self._stop_running(running)
+            if self.sanitizer is not None:
+                self.sanitizer.weights_will_change()
+            with self.rank_group.watched("updating weights", in_step=True):
+                self.worker.update_weights(given, names)
+            self.reset_prefix_cache()
+            self._num_updates += 1
+            self.weight_version = str(self._num_updates) if version is None else version
+            for handle in self._handles.values():
+                handle.weight_version = self.weight_version
+            return self.weight_version
+
     def decode_plainly(self) -> None:
         """Stop verifying drafts and reusing prefixes, because one of them was wrong."""
         self.draft_widths.disable()
         for scheduler in self.schedulers:
             scheduler.ledger.enable_prefix_caching = False
             scheduler.ledger.cache.clear()
+
+    # Weights
+
+    def _given(self, weights: Given | str | Path) -> Checkpoint:
+        if not isinstance(weights, str | Path):
+            return given_checkpoint(self._stored_config, weights)
+        checkpoint = checkpoint_of(replace(self._config, model=str(weights)))
+        whole, other = (
+            parse_model(config, self._config.model_impl)
+            for config in (self._stored_config, checkpoint.config)
+        )
+        if whole != other:
+            raise WeightUpdateError(
+                f"{weights}: its config describes another model than {self._config.model}; start "
+                "an engine with it instead"
+            )
+        return checkpoint
+
+    def _stop_running(self, running: Running) -> None:
+        """Commit all steps in flight, and bring the running requests to a state in which the next
+        step may have other weights."""
+        if running == "finish":
+            for scheduler in self.schedulers:
+                scheduler.admits = False
+            try:
+                while self.schedulers.num_running:
+                    self.step()
+            finally:
+                for scheduler in self.schedulers:
+                    scheduler.admits = True
+        while self._in_flight:
+            grown: list[RequestHandle] = []
+            self._commit(grown)
+            for handle in grown:
+                handle.notify()
+        for scheduler in self.schedulers:
+            for request in scheduler.preempt_all():
+                request.saw_update = bool(request.output_token_ids)
+                if running == "abort":
+                    self.cancel(request.id)
 
     # Admission
 

@@ -20,6 +20,8 @@ class RequestHandle:
     """The error of the step that failed with this request in it; else None."""
     listener: "Callable[[RequestHandle], None] | None" = None
     """Called whenever the output has grown or ended, with the engine's lock held."""
+    weight_version: str = ""
+    """The version of the weights that computed the newest token."""
     num_taken: int = 0
     """Tokens that were handed out by `take`."""
 

@@ -119,6 +119,8 @@ class Scheduler:
         )
         self.writer = writer
         self.num_preemptions = 0
+        self.admits = True
+        """Whether waiting requests may begin."""
         # arrivals grow along _running, then along _waiting
         self._running: dict[str, Request] = {}
         self._waiting: OrderedDict[str, Request] = OrderedDict()
@@ -270,6 +272,12 @@ class Scheduler:
         self._waiting.move_to_end(request.id, last=False)
         return request
 
+    def preempt_all(self) -> list[Request]:
+        """Let every running request be computed again; return the requests that have begun."""
+        while self._running:
+            self.preempt_youngest()
+        return [request for request in self._waiting.values() if request.num_preemptions]
+
     def check(self) -> None:
         """Recount everything that is owned, and the order of the queues."""
         running, waiting = list(self._running.values()), list(self._waiting.values())
@@ -353,6 +361,8 @@ class Scheduler:
         )
 
     def _admit_waiting(self, num_decoding: int, prefilling: Sequence[Row]) -> list[Row]:
+        if not self.admits:
+            return []
         youngest = next(reversed(self._running.values()), None)
         if youngest is not None and youngest.num_computed < youngest.target:
             return []  # no request goes before a chunk, even if the chunk skipped this step

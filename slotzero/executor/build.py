@@ -53,6 +53,7 @@ from slotzero.models.model import Model, ModelShape
 from slotzero.models.rope import frequencies
 from slotzero.models.routing import Routing
 from slotzero.models.weight_store import WeightStore
+from slotzero.models.weight_update import WeightUpdater
 from slotzero.models.weights import DecoderWeights, Progress, load_weights, random_weights
 from slotzero.pools.budget import GroupShape
 from slotzero.pools.states import SNAPSHOT_ROWS, StateShape, snapshot_tables
@@ -190,6 +191,7 @@ class _Builder:
             results=ResultRing(self._registry, RESULTS, self._deadline),
             speculation=self._speculation(loaded, limits, memory, states, graphs),
             writers=self._writers(limits, memory, page_tables),
+            updater=self._updater(shapes),
         )
 
     def _load(self) -> _Loaded:
@@ -296,6 +298,19 @@ class _Builder:
             width = limits.max_width
             drafter = loaded.drafter.drafter(loaded.decoder, registry, tables, kv, width)
         return _Memory(tables, kv, state_rows, drafter)
+
+    def _updater(self, shapes: Sequence[GroupShape]) -> WeightUpdater | None:
+        """Return what replaces weights. The scales of a drafter's KV stay: they have no influence
+        on answers."""
+        whole = self._whole
+        if not isinstance(whole, ModelConfig):
+            return None
+        scales = {}
+        if self._kv_dtype is CODES:
+            scales = {s.name: self._registry[f"{KV_SCALES}_{s.name}"] for s in shapes}
+        return WeightUpdater(
+            whole, self._store, scales, lambda given: read_cache_scales(whole, given)
+        )
 
     def _kv_scales(self, loaded: _Loaded, shapes: Sequence[GroupShape]) -> dict[str, Tensor]:
         """Register the scales [layers, 2] of each group; none if pages hold numbers."""

@@ -1,13 +1,16 @@
 """Messages from rank 0 to the other ranks, which run the same steps in the same order.
 
-A message has the writes to the tables, the slots that run, and the graphs to replay. Ranks that
-share attention heads sample the same tokens as rank 0, from the same logits, so no tokens are sent.
-With DP attention, a rank receives only the rows of its own requests, and sends their samples back.
+The message of a step has the writes to the tables, the slots that run, and the graphs to replay.
+Ranks that share attention heads sample the same tokens as rank 0, from the same logits, so no
+tokens are sent. With DP attention, a rank receives only the rows of its own requests, and sends
+their samples back.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from slotzero.graph import GraphKey
 
@@ -33,4 +36,17 @@ class Timing:
     key: GraphKey
 
 
-Message = Orders | Timing
+class SentTensor(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Update:
+    """New weights, which rank 0 broadcasts after this message, one tensor after another."""
+
+    tensors: list[SentTensor]
+
+
+Message = Orders | Timing | Update

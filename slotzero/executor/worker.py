@@ -13,18 +13,20 @@ from dataclasses import dataclass, field
 import torch
 
 from slotzero.distributed.ranks import Ranks
-from slotzero.errors import CapacityError, ContractError
+from slotzero.errors import CapacityError, ContractError, WeightUpdateError
 from slotzero.executor.limits import Limits
 from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.results import Results
-from slotzero.executor.step_message import Message, Orders, Timing
+from slotzero.executor.step_message import Message, Orders, SentTensor, Timing, Update
 from slotzero.executor.table_writer import TableWriter
 from slotzero.graph import GraphKey, NoCaptureSize, Registry, Runner
 from slotzero.graph.runner import RecordingReport
 from slotzero.graph.transfer import Arriving, Download
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types_recurrent import States
+from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.model import Model, ModelShape
+from slotzero.models.weight_update import WeightUpdater
 from slotzero.models.weights import DecoderWeights
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import COUNTS, SLOTS, Passes
@@ -58,6 +60,8 @@ class Worker:
     results: ResultRing
     speculation: SpeculativeRunners | None
     writers: tuple[TableWriter, ...]  # by DP rank, this rank's first
+    updater: WeightUpdater | None
+    """None: the weights cannot be replaced."""
     _seconds: dict[GraphKey, float] = field(default_factory=dict, init=False)
     """Measured seconds of a replay."""
 
@@ -162,6 +166,9 @@ class Worker:
     def run_message(self, message: Message) -> Arriving | None:
         """Run a message of rank 0; return this rank's samples for its own requests, if any."""
         with torch.inference_mode():
+            if isinstance(message, Update):
+                self._receive_weights(message)
+                return None
             if isinstance(message, Timing):
                 self._runner(message.key).measure_seconds(message.key)
                 return None
@@ -206,6 +213,40 @@ class Worker:
                 self._seconds[key] = runner.measure_seconds(key)
         return self._seconds[key]
 
+    def check_update(self, given: Checkpoint, is_partial: bool) -> list[str]:
+        """Raise WeightUpdateError unless the weights can be replaced by these; return the names of
+        the tensors that are read."""
+        if self.updater is None:
+            raise WeightUpdateError(
+                "this model runs over the bridge to transformers, where weights cannot be updated"
+            )
+        return self.updater.check(given, is_partial)
+
+    def update_weights(self, given: Checkpoint, names: Sequence[str]) -> None:
+        """Replace weights, on all ranks, after `check_update`."""
+        assert self.updater is not None
+        refill, ranks = self.updater.begin(names), self.ranks
+        with torch.inference_mode():
+            if ranks.is_distributed:
+                update = Update([_described(name, given.read(name)) for name in names])
+                self.rank_group.tell([update] * len(self.writers))
+            for name in names:
+                tensor = given.read(name)
+                if ranks.is_distributed:
+                    tensor = tensor.to(self.registry.device).contiguous()
+                    ranks.broadcast(tensor)
+                refill.give(name, tensor)
+            refill.finish()
+
+    def _receive_weights(self, update: Update) -> None:
+        assert self.updater is not None
+        refill = self.updater.begin([name for name, _, _ in update.tensors])
+        for name, shape, dtype in update.tensors:
+            tensor = torch.empty(shape, dtype=dtype, device=self.registry.device)
+            self.ranks.broadcast(tensor)
+            refill.give(name, tensor)
+        refill.finish()
+
     def _dispatch(self, step: Step) -> list[tuple[Runner, GraphKey]]:
         """Return the launches of a step in order. Between two of them, the host reads nothing."""
         launches: list[Sequence[Runner]] = []
@@ -245,6 +286,10 @@ def _picked(runners: Sequence[Runner], step: Step) -> tuple[Runner, GraphKey]:
             return runner, key
         reasons.append(key.reason)
     raise CapacityError(f"no capture size fits a planned step: {'; '.join(reasons)}")
+
+
+def _described(name: str, tensor: torch.Tensor) -> SentTensor:
+    return SentTensor(name, tuple(tensor.shape), tensor.dtype)
 
 
 @contextmanager

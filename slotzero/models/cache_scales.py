@@ -13,17 +13,16 @@ from slotzero.kernels.float8_kv import no_scales
 from slotzero.models.blocks.attention import Attention
 from slotzero.models.blocks.mla import MlaAttention
 from slotzero.models.blocks.parallel import ParallelMixers
-from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
 from slotzero.models.layer import DecoderLayer
 from slotzero.models.mtp import mtp_layer_prefix
-from slotzero.quantization.method import CACHE_SCALES, finite, take_one
+from slotzero.quantization.method import CACHE_SCALES, TensorSource, finite, take_one
 
 _NAMES = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale", "kv_scale")
 """Names of the scale of keys (k) or values (v) after the name of a layer's attention."""
 
 
-def read_cache_scales(model: ModelConfig, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def read_cache_scales(model: ModelConfig, checkpoint: TensorSource) -> dict[str, Tensor]:
     """Return the scales [layers, 2] of each KV group of a model."""
     prefixes = {i: model.names.layer.format(layer=i) for i in range(model.num_layers)}
     found = _Found(checkpoint, tuple(prefixes.values()))
@@ -35,7 +34,7 @@ def read_cache_scales(model: ModelConfig, checkpoint: Checkpoint) -> dict[str, T
     return scales
 
 
-def read_mtp_scales(model: ModelConfig, checkpoint: Checkpoint) -> Tensor:
+def read_mtp_scales(model: ModelConfig, checkpoint: TensorSource) -> Tensor:
     """Return the scales [layers, 2] of a model's MTP layers."""
     assert model.mtp is not None
     prefixes = [mtp_layer_prefix(model, index) for index in range(model.num_mtp_layers)]
@@ -65,7 +64,7 @@ def scale_names(model: ModelConfig) -> list[str]:
 class _Found:
     """The scales that a checkpoint has for some layers, and which of them were read."""
 
-    def __init__(self, checkpoint: Checkpoint, prefixes: Sequence[str]) -> None:
+    def __init__(self, checkpoint: TensorSource, prefixes: Sequence[str]) -> None:
         self._checkpoint, self._read = checkpoint, set[str]()
         self._names = {
             name

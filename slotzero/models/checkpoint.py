@@ -21,6 +21,11 @@ class Part(NamedTuple):
     whole: tuple[int, ...]  # shape of the whole tensor
 
 
+def part_of(tensor: "torch.Tensor", *wanted: slice) -> Part:
+    whole = tuple(tensor.shape)
+    return Part(tensor[wanted] if len(whole) == len(wanted) else tensor[:0], whole)
+
+
 class Checkpoint(ABC):
     """Source of a model's config, tensors and tokenizer.
 
@@ -45,9 +50,7 @@ class Checkpoint(ABC):
 
         By default the whole tensor is read; a checkpoint that can read less overrides this.
         """
-        tensor = self.read(name)
-        whole = tuple(tensor.shape)
-        return Part(tensor[wanted] if len(whole) == len(wanted) else tensor[:0], whole)
+        return part_of(self.read(name), *wanted)
 
     @abstractmethod
     def tokenizer(self) -> "Tokenizer":

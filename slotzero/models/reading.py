@@ -15,10 +15,9 @@ from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.quantized import QuantizedRows, join_rows, quantise
 from slotzero.kernels.weights import WeightFormat
-from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.param import Param, Stored
 from slotzero.models.stacks import StackedParam
-from slotzero.quantization.method import check_plain, read_input_scale
+from slotzero.quantization.method import TensorSource, check_plain, read_input_scale
 from slotzero.quantization.quantization import Quantization
 
 INPUT_SCALE = "input_scale"
@@ -36,7 +35,7 @@ class Filling(ABC):
         """Yield the tensors of the checkpoint that are read, and whether each must be there."""
 
     @abstractmethod
-    def fill(self, checkpoint: Checkpoint, kernels: Kernels) -> None: ...
+    def fill(self, checkpoint: TensorSource, kernels: Kernels) -> None: ...
 
 
 @final
@@ -57,7 +56,7 @@ class WeightFilling(Filling):
         for one in self.stored:
             yield from stored_names(self.stacked, one, self.quantization).items()
 
-    def fill(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
+    def fill(self, checkpoint: TensorSource, kernels: Kernels) -> None:
         format = self.stacked.format
         if format is None:
             (target,) = self.targets.values()
@@ -87,7 +86,7 @@ class SharedScaleFilling(Filling):
     def names(self) -> Iterator[tuple[str, bool]]:
         return ((f"{module}.{INPUT_SCALE}", True) for module in self.modules)
 
-    def fill(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
+    def fill(self, checkpoint: TensorSource, kernels: Kernels) -> None:
         scales = [read_input_scale(checkpoint, module) for module in self.modules]
         self.target.copy_(torch.stack(scales).amax(0))
 
@@ -122,21 +121,40 @@ def targets_of(
     They are the fields of a quantised weight, or one tensor, of a layer, or, if the checkpoint
     stores experts one by one, of an expert of a layer.
     """
-    param, format = stacked.param, stacked.format
+    format = stacked.format
     if format is None:
         parts = {"": tensors[stacked.name]}
     else:
         parts = {field: tensors[f"{stacked.name}.{field}"] for field in format.fields}
-    for i, prefix in enumerate(stacked.prefixes or ("",)):
-        targets = parts if stacked.prefixes is None else {f: t[i] for f, t in parts.items()}
+    for layer, expert, stored in read_together(stacked):
+        targets = parts if stacked.prefixes is None else {f: t[layer] for f, t in parts.items()}
+        if expert is not None:
+            targets = {f: t if f == INPUT_SCALE else t[expert] for f, t in targets.items()}
+        yield targets, stored
+
+
+def read_together(stacked: StackedParam) -> Iterator[tuple[int, int | None, list[Stored]]]:
+    """Yield the stored tensors that make up one weight, with its layer within the stack and its
+    expert, if the checkpoint stores experts one by one."""
+    param = stacked.param
+    for layer, prefix in enumerate(stacked.prefixes or ("",)):
         stored = list(param.stored(prefix))
         if param.experts is None or param.is_joint:
-            yield targets, stored
+            yield layer, None, stored
             continue
         size = len(param.sources)
         for expert in range(param.experts):
-            of_expert = {f: t if f == INPUT_SCALE else t[expert] for f, t in targets.items()}
-            yield of_expert, stored[expert * size : (expert + 1) * size]
+            yield layer, expert, stored[expert * size : (expert + 1) * size]
+
+
+def check_stored(
+    stacked: StackedParam, stored: Stored, checkpoint: TensorSource, quantization: Quantization
+) -> None:
+    """Raise if a source of a weight cannot be read as `fill` does."""
+    if stacked.format is None or quantization.online is not None:
+        _read_plain(stored, checkpoint, quantization)
+    else:
+        quantization.read_rows(checkpoint, stored.module, *stored.part, stacked.format)
 
 
 def put_fields(packed: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
@@ -149,7 +167,7 @@ def put_fields(packed: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> N
 
 def _read_rows(
     stored: Sequence[Stored],
-    checkpoint: Checkpoint,
+    checkpoint: TensorSource,
     quantization: Quantization,
     format: WeightFormat,
     device: torch.device,
@@ -174,7 +192,7 @@ def _read_rows(
     return join_rows(parts, [one.name for one in stored])
 
 
-def _read_plain(one: Stored, checkpoint: Checkpoint, quantization: Quantization) -> Tensor:
+def _read_plain(one: Stored, checkpoint: TensorSource, quantization: Quantization) -> Tensor:
     """Read a source as plain numbers, with rows before columns; unpack it if it is quantised."""
     if one.is_matrix and quantization.tensors(one.module) is not None:
         return quantization.read_dense(checkpoint, one.module, *one.part)
@@ -194,7 +212,7 @@ def _read_plain(one: Stored, checkpoint: Checkpoint, quantization: Quantization)
 def _read(
     param: Param,
     stored: Sequence[Stored],
-    checkpoint: Checkpoint,
+    checkpoint: TensorSource,
     kernels: Kernels,
     quantization: Quantization,
     target: Tensor,

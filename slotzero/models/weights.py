@@ -68,7 +68,8 @@ def load_weights(
     reads.
     """
     params = model_params(config, ranks)
-    refuse_unexpected(config, checkpoint, read_elsewhere)
+    _refuse_missing(config, checkpoint)
+    refuse_extra(config, checkpoint, config.quantization, read_elsewhere)
     tensors = _allocate(params, store, prefix)
     _remember(config, params, tensors, store)
     total, done = sum(t.numel() for t in tensors.values()), 0
@@ -210,32 +211,39 @@ def _shapes(
     return {stacked.name: ((*layers, *experts, *shape), kind)}
 
 
-def refuse_unexpected(
-    config: ModelConfig, checkpoint: Checkpoint, read_elsewhere: frozenset[str] = frozenset()
-) -> None:
-    """Raise on missing tensors, and on extra ones: ignoring a tensor could change results.
-
-    Tensors of MTP layers are allowed: the drafter reads them. So are the scales of an 8-bit KV
-    cache: cache_scales.py reads them, and a cache in 16 bits has no use for them.
-    """
-    ignored = _IGNORED_SUFFIXES + CACHE_SCALES
-    expected, optional = expected_names(model_params(config, ALONE), config.quantization)
-    names = set(checkpoint.names())
-    missing = sorted(expected - names)
+def _refuse_missing(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    expected, _ = expected_names(model_params(config, ALONE), config.quantization)
+    missing = sorted(expected - set(checkpoint.names()))
     if missing:
         raise CorruptCheckpointError(
             f"{checkpoint.name}: tensor {missing[0]} is missing ({len(missing)} in total): "
             "the checkpoint is incomplete, download it again"
         )
-    heads = _tensors_of(config.names.head, config.quantization, names)
+
+
+def refuse_extra(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    quantization: Quantization,
+    read_elsewhere: frozenset[str] = frozenset(),
+) -> None:
+    """Raise on tensors that the model does not have: ignoring one could change results.
+
+    Tensors of MTP layers are allowed: the drafter reads them. So are the scales of an 8-bit KV
+    cache: cache_scales.py reads them, and a cache in 16 bits has no use for them.
+    """
+    ignored = _IGNORED_SUFFIXES + CACHE_SCALES
+    expected, optional = expected_names(model_params(config, ALONE), quantization)
+    names = set(checkpoint.names())
+    heads = _tensors_of(config.names.head, quantization, names)
     if config.tied_embeddings and not heads.isdisjoint(names):
-        _refuse_untied_head(config, checkpoint)
+        _refuse_untied_head(config, checkpoint, quantization)
     extra = sorted(
         n
         for n in names - expected - optional - heads - _unread(config) - read_elsewhere
         if not n.endswith(ignored) and not n.startswith(config.ignored)
     )
-    extra = [n for n in extra if not _is_zero_bias(n, config.quantization, checkpoint)]
+    extra = [n for n in extra if not _is_zero_bias(n, quantization, checkpoint)]
     if extra:
         raise UnsupportedModelError(
             f"{checkpoint.name}: tensor {extra[0]} is unknown for this architecture "
@@ -273,7 +281,9 @@ def _is_packed(module: str, quantization: Quantization, names: Collection[str]) 
     return packed is not None and all(name in names for name, needed in packed.items() if needed)
 
 
-def _refuse_untied_head(config: ModelConfig, checkpoint: Checkpoint) -> None:
+def _refuse_untied_head(
+    config: ModelConfig, checkpoint: Checkpoint, quantization: Quantization
+) -> None:
     """Raise if the stored head differs from the embedding although the config ties them.
 
     Some exporters store a tied embedding twice, which is fine; a head with other values is not.
@@ -281,7 +291,7 @@ def _refuse_untied_head(config: ModelConfig, checkpoint: Checkpoint) -> None:
     for begin in range(0, config.vocab_size, _ROWS_PER_COMPARISON):
         rows = slice(begin, begin + _ROWS_PER_COMPARISON)
         embedding, head = (
-            _vocabulary_rows(config, checkpoint, module, rows)
+            _vocabulary_rows(config, checkpoint, quantization, module, rows)
             for module in (config.names.embedding, config.names.head)
         )
         if not torch.equal(embedding, head):
@@ -292,10 +302,14 @@ def _refuse_untied_head(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
 
 def _vocabulary_rows(
-    config: ModelConfig, checkpoint: Checkpoint, module: str, rows: slice
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    quantization: Quantization,
+    module: str,
+    rows: slice,
 ) -> Tensor:
     """Read rows of the embedding or of the head in float32; unpack them if they are quantised."""
-    quantization, shape = config.quantization, (config.vocab_size, config.hidden_size)
+    shape = config.vocab_size, config.hidden_size
     if _is_packed(module, quantization, checkpoint.names()):
         return quantization.read_dense(checkpoint, module, WeightPart(rows, shape), slice(None))
     return take(checkpoint, f"{module}.weight", shape, rows, slice(None)).float()

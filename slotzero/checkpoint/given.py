@@ -1,0 +1,52 @@
+"""Tensors that a caller gives for a running model, presented as a checkpoint."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, final
+
+from torch import Tensor
+
+from slotzero.checkpoint.joint_experts import separate_experts
+from slotzero.checkpoint.text_part import text_part
+from slotzero.errors import TokenizerMissingError, WeightUpdateError
+from slotzero.models.checkpoint import Checkpoint
+from slotzero.text.tokenizer import Tokenizer
+
+NAME = "weight update"
+
+Given = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""Tensors by the names that the model's checkpoint has for them."""
+
+
+def given_checkpoint(config: Mapping[str, Any], given: Given) -> Checkpoint:
+    """Return the tensors as a checkpoint of the model with this config.
+
+    All of them are held until the update has ended, so that a wrong one changes nothing.
+    """
+    tensors = dict[str, Tensor]()
+    for name, tensor in given.items() if isinstance(given, Mapping) else given:
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise WeightUpdateError(
+                f"{NAME}: {name!r:.80} is given with a {type(tensor).__name__}; pass pairs of a "
+                "name and a tensor"
+            )
+        if name in tensors:
+            raise WeightUpdateError(f"{NAME}: tensor {name} is given twice")
+        tensor = tensor.detach()
+        tensors[name] = tensor.cpu() if config.get("quantization_config") else tensor
+    return separate_experts(text_part(_GivenCheckpoint(config, tensors)))
+
+
+@final
+class _GivenCheckpoint(Checkpoint):
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self.name, self.config, self.eos_token_ids = NAME, config, ()
+        self._tensors = tensors
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def tokenizer(self) -> Tokenizer:
+        raise TokenizerMissingError(f"{self.name}: it has no tokenizer")
