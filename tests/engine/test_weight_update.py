@@ -340,3 +340,29 @@ def test_packed_gguf_weights_are_refused(tmp_path: Path) -> None:
     engine = LLM("smollm2", max_model_len=64, lazy_recording=True).engine
     with pytest.raises(WeightUpdateError, match=r"packed as in their \.gguf file"):
         engine.update_weights({})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": LLAMA, "kv_cache_dtype": "fp8"},
+        {"model": "tiny:qwen3-moe", "enable_expert_parallel": True, "enable_dp_attention": True},
+    ],
+    ids=["tensor", "experts"],
+)
+def test_all_ranks_are_updated(settings: dict[str, Any], fresh: Callable[..., Engine]) -> None:
+    engine = make(tensor_parallel_size=2, max_model_len=64, **settings)
+    try:
+        old = tokens_of(engine)
+        with pytest.raises(WeightUpdateError, match="is missing"):
+            engine.update_weights({})
+        engine.update_weights(tensors_of(settings["model"]))
+        new = tokens_of(engine)
+    finally:
+        engine.rank_group.close()
+    alone = {name: settings[name] for name in ("model", "kv_cache_dtype") if name in settings}
+    assert new == tokens_of(fresh(**alone)) != old
+
+
+def tokens_of(engine: Engine) -> list[list[int]]:
+    return [token_ids for token_ids, _ in answers(engine)]
