@@ -117,7 +117,7 @@ def choose_backend(config: EngineConfig) -> tuple[torch.device, str]:
         if compiler() is None:
             if config.backend == "cpu":
                 raise ConfigError(
-                    "backend=cpu compiles its steps and needs a C++ compiler: install g++, or use "
+                    "backend=cpu builds its kernels and needs a C++ compiler: install g++, or use "
                     "--backend eager"
                 )
             wanted = "eager"

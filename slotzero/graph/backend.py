@@ -2,7 +2,7 @@
 
 A step function is called as `function(pieces)`; it reads and writes registered tensors only. Where
 a piece of it repeats (a layer), it calls `pieces(fn, *arguments)` rather than `fn(*arguments)`, so
-that a compiling backend can compile `fn` once and reuse it.
+that a rehearsal can run equal calls once.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from slotzero.graph.structure import flatten
 
 
 class Pieces(ABC):
-    """Calls a pure function of tensors, as the backend sees fit.
+    """Calls a pure function of tensors, or reuses the results of an equal call.
 
     Arguments and results are tensors, static values, or nested tuples of both (graph/structure.py).
     """

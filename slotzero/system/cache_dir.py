@@ -1,4 +1,4 @@
-"""The cache folder, for files that can be built again: kernels and compiled graphs.
+"""The cache folder, for files that can be made again: built kernels and tuned choices.
 
 The rule: if the folder cannot be written, the error names it and says how to choose another.
 """

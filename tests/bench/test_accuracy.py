@@ -222,12 +222,12 @@ def test_another_text_and_another_reference(
 
 
 @pytest.mark.slow
-def test_a_compiled_backend_scores_as_the_eager_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recording_backend_scores_as_the_eager_one(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SHORT, "--quantization", "int4"]
-    eager, compiled = (
+    eager, recorded = (
         run(capsys, "tiny:llama", "--backend", backend, *words) for backend in ("eager", "cpu")
     )
-    assert compiled["kl_divergence"]["mean"] == pytest.approx(
+    assert recorded["kl_divergence"]["mean"] == pytest.approx(
         eager["kl_divergence"]["mean"], rel=1e-3
     )
 

@@ -376,7 +376,7 @@ def test_graphs_end_in_json(capsys: pytest.CaptureFixture[str]) -> None:
         assert (graph["recorded_by"], graph["failure"], graph["bytes"]) == ("eager", "", 0)
 
 
-def test_graphs_of_a_compiled_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_graphs_of_a_recorded_size(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--backend", "cpu", "--context", "60", "--repeats", "2", "--max-num-seqs", "1"]
     report = run(capsys, "graphs", "tiny:qwen3", *words)
     (graph,) = report["graphs"]

@@ -1,6 +1,6 @@
 """A layer of transformers as a function of its arguments and weights.
 
-Equal layers share one function, so that a backend compiles it once, and the weights of each are
+Equal layers share one function, so that a rehearsal runs it once, and the weights of each are
 arguments.
 """
 
