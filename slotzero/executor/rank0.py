@@ -31,6 +31,7 @@ from slotzero.executor.step_message import Message
 from slotzero.models.implementation import parse_model
 from slotzero.models.model import ModelShape
 from slotzero.system import child
+from slotzero.system.processors import num_processors
 
 PATIENCE = 5.0  # seconds for a rank that broke a collective to end, so that the error can name it
 THREADS = "OMP_NUM_THREADS"
@@ -102,7 +103,7 @@ class Rank0(RemoteRanks):
         size, per_node = config.tensor_parallel_size, config.ranks_per_node
         rendezvous = Rendezvous(size, f"file://{self._folder.name}/store", config.rank_timeout)
         if THREADS not in os.environ:  # equal on all ranks, so that all split sums the same way
-            torch.set_num_threads(max(1, torch.get_num_threads() // per_node))
+            torch.set_num_threads(max(1, num_processors() // per_node))
         with self.watched("starting"):
             if config.nnodes > 1:
                 self._nodes = Nodes(config, device.type == "cuda")

@@ -50,8 +50,10 @@ class Share:
     def _take_threads(self) -> None:
         import torch
 
+        from slotzero.system.processors import num_processors
+
         if THREADS not in os.environ:
-            num = max(1, torch.get_num_threads() // self.size)
+            num = max(1, num_processors() // self.size)
             os.environ[THREADS] = str(num)  # for processes that are started from here
             torch.set_num_threads(num)
 

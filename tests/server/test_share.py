@@ -11,6 +11,7 @@ from slotzero.config import EngineConfig
 from slotzero.errors import ConfigError
 from slotzero.pools import budget
 from slotzero.server.share import GPUS, THREADS, WHOLE, Share
+from slotzero.system import processors
 
 See = Callable[[int], None]
 
@@ -105,7 +106,7 @@ def test_threads_are_divided_unless_they_were_set(
 ) -> None:
     see(0)
     chosen: list[int] = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
+    monkeypatch.setattr(processors, "num_processors", lambda: 9)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     Share(0, 2).taken(EngineConfig())
     assert (chosen, os.environ[THREADS]) == ([], "1")
