@@ -126,7 +126,6 @@ def test_kernels_share_the_cxx_library_with_torch(
     source = '#include <stdexcept>\nvoid refuse() { throw std::runtime_error("no"); }\n'
     (tmp_path / "kernel.cpp").write_text(source)
     monkeypatch.setattr(build, "_HERE", tmp_path)
-    monkeypatch.setattr(build, "_COMMON_HEADERS", ())
     build._build(tmp_path / "kernel.so")
     dump = subprocess.run(
         ("readelf", "--dynamic", str(tmp_path / "kernel.so")), capture_output=True, text=True

@@ -9,9 +9,6 @@
 // With scales, pages hold codes of e4m3. A block is decoded once for all queries of a run; the scale
 // of keys is part of the softmax scale, and that of values is applied to the result.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -21,11 +18,11 @@
 
 #include "float8.h"
 #include "simd.h"
+#include "tensor.h"
 #include "threads.h"
 #include "vector_math.h"
 
-using torch::stable::Tensor;
-
+namespace slotzero::attention {
 namespace {
 
 constexpr int TOKENS = 8;   // queries of one prompt that share a pass over the KV
@@ -107,12 +104,11 @@ struct Pages {
 };
 
 bool has_codes(const Tensor& kv_pages, const std::optional<Tensor>& scales) {
-  using torch::headeronly::ScalarType;
-  STD_TORCH_CHECK(kv_pages.scalar_type() == (scales ? ScalarType::Byte : ScalarType::Float),
-                  "kv_pages must be uint8 with scales, and float32 without");
-  STD_TORCH_CHECK(!scales || (scales->is_contiguous() && scales->numel() == 2 &&
-                              scales->scalar_type() == ScalarType::Float),
-                  "kv_scales must be two of float32");
+  CHECK(kv_pages.scalar_type() == (scales ? ScalarType::Byte : ScalarType::Float),
+        "kv_pages must be uint8 with scales, and float32 without");
+  CHECK(!scales || (scales->is_contiguous() && scales->numel() == 2 &&
+                    scales->scalar_type() == ScalarType::Float),
+        "kv_scales must be two of float32");
   return scales.has_value();
 }
 
@@ -216,27 +212,26 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
             std::optional<Tensor> taken, double softmax_scale, std::optional<int64_t> window,
             bool is_chunked, std::optional<double> softcap,
             Tensor out) {
-  STD_TORCH_CHECK(q.is_contiguous() && kv_pages.is_contiguous() && page_table.is_contiguous() &&
-                      out.is_contiguous() && (!sinks || sinks->is_contiguous()),
-                  "attend: q, sinks, kv_pages, page_table and out must be contiguous");
+  CHECK(q.is_contiguous() && kv_pages.is_contiguous() && page_table.is_contiguous() &&
+            out.is_contiguous() && (!sinks || sinks->is_contiguous()),
+        "attend: q, sinks, kv_pages, page_table and out must be contiguous");
   const int64_t heads = q.size(1), head_dim = q.size(2), value_dim = out.size(2);
   const int64_t page = kv_pages.size(1), kv_heads = kv_pages.size(2), pair = kv_pages.size(3);
-  STD_TORCH_CHECK((pair == head_dim + value_dim || (pair == head_dim && pair >= value_dim)) &&
-                      heads % kv_heads == 0,
-                  "attend: kv_pages do not fit q and out");
-  STD_TORCH_CHECK(!sinks || sinks->size(0) == heads, "attend: sinks must have one of each head");
-  STD_TORCH_CHECK(!window || *window > 0, "attend: a window must have a key");
-  STD_TORCH_CHECK(bases.has_value() == seen.has_value() && bases.has_value() == stands.has_value(),
-                  "attend: a tree has bases, what is seen of it, and where its tokens stand");
-  using torch::headeronly::ScalarType;
+  CHECK((pair == head_dim + value_dim || (pair == head_dim && pair >= value_dim)) &&
+            heads % kv_heads == 0,
+        "attend: kv_pages do not fit q and out");
+  CHECK(!sinks || sinks->size(0) == heads, "attend: sinks must have one of each head");
+  CHECK(!window || *window > 0, "attend: a window must have a key");
+  CHECK(bases.has_value() == seen.has_value() && bases.has_value() == stands.has_value(),
+        "attend: a tree has bases, what is seen of it, and where its tokens stand");
   for (const auto* part : {&bases, &seen, &stands})
-    STD_TORCH_CHECK(!*part || ((*part)->is_contiguous() && (*part)->size(0) == q.size(0) &&
-                               (*part)->scalar_type() ==
-                                   (part == &seen ? ScalarType::Long : ScalarType::Int)),
-                    "attend: of a tree's tensors each token has one: int32, and int64 if seen");
-  STD_TORCH_CHECK(!taken || (taken->is_contiguous() && taken->size(0) == q.size(0) &&
-                             taken->size(1) == page_table.size(1) * page),
-                  "attend: taken must have a value for each token and position");
+    CHECK(!*part || ((*part)->is_contiguous() && (*part)->size(0) == q.size(0) &&
+                     (*part)->scalar_type() ==
+                         (part == &seen ? ScalarType::Long : ScalarType::Int)),
+          "attend: of a tree's tensors each token has one: int32, and int64 if seen");
+  CHECK(!taken || (taken->is_contiguous() && taken->size(0) == q.size(0) &&
+                   taken->size(1) == page_table.size(1) * page),
+        "attend: taken must have a value for each token and position");
   const Pages pages = pages_of(kv_pages, kv_scales, pair == head_dim);
   const int64_t stride = kv_heads * pair;
   const Shape shape{head_dim, value_dim, pair - value_dim, pages.codes ? pair : stride,
@@ -259,7 +254,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
   int64_t work = 0;
   for (int64_t t = 0; t < q.size(0); ++t)
     work += std::min(position_of[t] + 1, most) * heads * head_dim;
-  slotzero::parallel_for(items, work > WORTH_THREADS, [&](int64_t item) {
+  parallel_for(items, work > WORTH_THREADS, [&](int64_t item) {
     const Run run = runs[item / kv_heads];
     const int64_t kv_head = item % kv_heads;
     const int32_t slot = slot_of[run.begin];
@@ -312,11 +307,11 @@ void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table,
               std::optional<Tensor> kv_scales, Tensor slots, Tensor positions) {
   const int64_t kv_heads = k.size(1), head_dim = k.size(2), value_dim = v.size(2);
   const auto is_rows = [](const Tensor& t) { return t.size(2) == 0 || t.stride(2) == 1; };
-  STD_TORCH_CHECK(is_rows(k) && is_rows(v) && kv_pages.is_contiguous() && page_table.is_contiguous(),
-                  "store_kv: rows of k and v, kv_pages and page_table must be contiguous");
+  CHECK(is_rows(k) && is_rows(v) && kv_pages.is_contiguous() && page_table.is_contiguous(),
+        "store_kv: rows of k and v, kv_pages and page_table must be contiguous");
   const int64_t page = kv_pages.size(1), pair = head_dim + value_dim, width = page_table.size(1);
-  STD_TORCH_CHECK(kv_pages.size(2) == kv_heads && kv_pages.size(3) == pair,
-                  "store_kv: kv_pages do not fit k and v");
+  CHECK(kv_pages.size(2) == kv_heads && kv_pages.size(3) == pair,
+        "store_kv: kv_pages do not fit k and v");
   const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
   const float* scales = has_codes(kv_pages, kv_scales) ? floats(*kv_scales) : nullptr;
   for (int64_t t = 0; t < k.size(0); ++t) {
@@ -339,19 +334,16 @@ void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table,
   }
 }
 
-}  // namespace
+[[maybe_unused]] const Operators operators =
+    Operators("CPU")
+        .add<attend>(
+            "attend(Tensor q, Tensor? sinks, Tensor kv_pages, Tensor page_table, Tensor? "
+            "kv_scales, Tensor slots, Tensor positions, Tensor? bases, Tensor? seen, Tensor? "
+            "stands, Tensor? taken, float scale, int? window, bool is_chunked, float? softcap, "
+            "Tensor(a!) out) -> ()")
+        .add<store_kv>(
+            "store_kv(Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor page_table, Tensor? "
+            "kv_scales, Tensor slots, Tensor positions) -> ()");
 
-STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
-  m.def(
-      "attend(Tensor q, Tensor? sinks, Tensor kv_pages, Tensor page_table, Tensor? kv_scales, "
-      "Tensor slots, Tensor positions, Tensor? bases, Tensor? seen, Tensor? stands, "
-      "Tensor? taken, float scale, int? window, bool is_chunked, float? softcap, "
-      "Tensor(a!) out) -> ()");
-  m.def(
-      "store_kv(Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor page_table, Tensor? kv_scales, "
-      "Tensor slots, Tensor positions) -> ()");
-}
-STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
-  m.impl("attend", TORCH_BOX(&attend));
-  m.impl("store_kv", TORCH_BOX(&store_kv));
-}
+}  // namespace
+}  // namespace slotzero::attention

@@ -1,8 +1,9 @@
 """Build the C++ kernels at first use and load them as `torch.ops.slotzero.*`.
 
-They bind through torch's stable ABI, which compiles in seconds. The library is named by a hash of
-its sources, its flags, the compiler and torch, so a stale one is never loaded; it is renamed into
-place, so two processes may build at once.
+They bind through torch's stable C ABI (tensor.h). Each processor compiles one unit of several
+sources, because parsing the C++ library and the intrinsics takes longer than most sources. The
+library is named by a hash of its sources, its flags, the compiler and torch, so no stale one is
+loaded; it is renamed into place, so two processes may build at once.
 """
 
 import errno
@@ -47,16 +48,6 @@ _ISAS = {
     "plain": ("-DSLOTZERO_PLAIN",),
 }
 _HERE = Path(__file__).parent
-_COMMON_HEADERS = (
-    "torch/csrc/stable/library.h",
-    "torch/csrc/stable/tensor.h",
-    "algorithm",
-    "cmath",
-    "optional",
-    "vector",
-    "simd.h",
-)
-"""Compiled once for all sources: parsing them takes longer than most sources."""
 
 
 def compiler() -> str | None:
@@ -111,32 +102,34 @@ def _build(library: Path) -> None:
         raise CapacityError(
             "the CPU kernels need a C++ compiler and none was found: install g++ (or set CXX)"
         )
-    torch_dir = Path(torch.__file__).parent
+    lib_dir = Path(torch.__file__).parent / "lib"
     folder = library.parent
     with writing(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
-        sources = sorted(_HERE.glob("*.cpp"), key=lambda source: -source.stat().st_size)
-        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
-        compile_ = cxx, *_flags(), f"-I{torch_dir / 'include'}", f"-I{_HERE}"
-        headers = _precompiled(Path(scratch), compile_)
-        with ThreadPoolExecutor(num_processors()) as pool:
+        units = _units(Path(scratch), num_processors())
+        objects = [unit.with_suffix(".o") for unit in units]
+        with ThreadPoolExecutor(len(units)) as pool:
             commands = [
-                (*compile_, "-include", str(headers), "-c", str(source), "-o", str(target))
-                for source, target in zip(sources, objects, strict=True)
+                (cxx, *_flags(), f"-I{_HERE}", "-c", str(unit), "-o", str(target))
+                for unit, target in zip(units, objects, strict=True)
             ]
             list(pool.map(partial(_run, Path(scratch)), commands))
         linked = Path(scratch) / "linked.so"
-        libraries = (f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-ltorch", *_shared_libstdcxx(cxx))
+        libraries = (f"-L{lib_dir}", "-ltorch_cpu", "-ltorch", *_shared_libstdcxx(cxx))
         link = (cxx, "-shared", "-pthread", *map(str, objects), "-o", str(linked), *libraries)
         _run(Path(scratch), link)
         linked.replace(library)
 
 
-def _precompiled(scratch: Path, compile_: tuple[str, ...]) -> Path:
-    """Compile the headers that all sources need, once; return the header to include first."""
-    headers = scratch / "headers.h"
-    headers.write_text("".join(f"#include <{name}>\n" for name in _COMMON_HEADERS))
-    _run(scratch, (*compile_, "-x", "c++-header", "-c", str(headers), "-o", f"{headers}.gch"))
-    return headers
+def _units(scratch: Path, most: int) -> list[Path]:
+    """Write at most `most` files that include all sources between them, in about equal parts."""
+    sources = sorted(_HERE.glob("*.cpp"), key=lambda source: -source.stat().st_size)
+    parts: list[list[Path]] = [[] for _ in range(min(most, len(sources)))]
+    for source in sources:
+        min(parts, key=lambda part: sum(each.stat().st_size for each in part)).append(source)
+    units = [scratch / f"unit{i}.cpp" for i in range(len(parts))]
+    for unit, part in zip(units, parts, strict=True):
+        unit.write_text("".join(f'#include "{source}"\n' for source in part))
+    return units
 
 
 def _shared_libstdcxx(cxx: str) -> tuple[str, ...]:

@@ -4,9 +4,6 @@
 // of equal scores, the earlier positions. An index key is the beginning of a stored row. A token of
 // slot 0 takes none.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -14,10 +11,10 @@
 #include <vector>
 
 #include "simd.h"
+#include "tensor.h"
 #include "threads.h"
 
-using torch::stable::Tensor;
-
+namespace slotzero::indexer {
 namespace {
 
 constexpr int PLACES = 63;  // most nodes of a tree: the same as in tree_shape.py
@@ -40,17 +37,17 @@ void select_keys(Tensor q, Tensor weights, Tensor kv_pages, Tensor page_table, T
                  int64_t top_k, Tensor out) {
   const int64_t heads = q.size(1), dim = q.size(2), page = kv_pages.size(1);
   const int64_t row = kv_pages.size(3), width = page_table.size(1), most = width * page;
-  STD_TORCH_CHECK(q.is_contiguous() && weights.is_contiguous() && kv_pages.is_contiguous() &&
-                      page_table.is_contiguous() && out.is_contiguous(),
-                  "select_keys: all tensors must be contiguous");
-  STD_TORCH_CHECK(kv_pages.size(2) == 1 && dim <= row && out.size(1) == most && top_k > 0,
-                  "select_keys: kv_pages do not fit q and out");
+  CHECK(q.is_contiguous() && weights.is_contiguous() && kv_pages.is_contiguous() &&
+            page_table.is_contiguous() && out.is_contiguous(),
+        "select_keys: all tensors must be contiguous");
+  CHECK(kv_pages.size(2) == 1 && dim <= row && out.size(1) == most && top_k > 0,
+        "select_keys: kv_pages do not fit q and out");
   const float *qp = floats(q), *wp = floats(weights), *kv = floats(kv_pages);
   const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
   const int32_t* base_of = bases ? ints(*bases) : nullptr;
   const int64_t* seen_of = seen ? static_cast<const int64_t*>(seen->data_ptr()) : nullptr;
   auto* op = static_cast<uint8_t*>(out.data_ptr());
-  slotzero::parallel_for(q.size(0), true, [&](int64_t t) {
+  parallel_for(q.size(0), true, [&](int64_t t) {
     uint8_t* taken = op + t * most;
     std::fill_n(taken, most, 0);
     if (slot_of[t] == 0) return;
@@ -73,11 +70,12 @@ void select_keys(Tensor q, Tensor weights, Tensor kv_pages, Tensor page_table, T
   });
 }
 
-}  // namespace
+[[maybe_unused]] const Operators operators =
+    Operators("CPU")
+        .add<select_keys>(
+            "select_keys(Tensor q, Tensor weights, Tensor kv_pages, Tensor page_table, Tensor "
+            "slots, Tensor positions, Tensor? bases, Tensor? seen, int top_k, Tensor(a!) out) -> "
+            "()");
 
-STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
-  m.def(
-      "select_keys(Tensor q, Tensor weights, Tensor kv_pages, Tensor page_table, Tensor slots, "
-      "Tensor positions, Tensor? bases, Tensor? seen, int top_k, Tensor(a!) out) -> ()");
-}
-STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) { m.impl("select_keys", TORCH_BOX(&select_keys)); }
+}  // namespace
+}  // namespace slotzero::indexer

@@ -5,9 +5,6 @@
 // reads the weights as one sequential stream. Each output is the sum over k in ascending order in
 // one accumulator, whatever the number of rows: a row's result never depends on its neighbours.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -15,17 +12,16 @@
 
 #include "product.h"
 
-using torch::stable::Tensor;
-
+namespace slotzero::linear {
 namespace {
 
 // x [M, K], weight [ceil(N / 16), K, 16], bias [N], out [M, N]
 void linear(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out) {
-  STD_TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && out.is_contiguous(),
-                  "linear: x, weight and out must be contiguous");
+  CHECK(x.is_contiguous() && weight.is_contiguous() && out.is_contiguous(),
+        "linear: x, weight and out must be contiguous");
   const int64_t M = x.size(0), K = x.size(1), N = out.size(1);
-  STD_TORCH_CHECK(weight.size(1) == K && weight.size(0) * FEATURES >= N,
-                  "linear: the packed weight does not fit x and out");
+  CHECK(weight.size(1) == K && weight.size(0) * FEATURES >= N,
+        "linear: the packed weight does not fit x and out");
   const auto* xp = static_cast<const float*>(x.data_ptr());
   const auto* wp = static_cast<const float*>(weight.data_ptr());
   const auto* bp = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
@@ -33,7 +29,7 @@ void linear(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out) {
   const int64_t blocks = (N + FEATURES - 1) / FEATURES;
   for (int64_t m = 0; m < M; m += ROWS_IN_CACHE) {
     const int64_t rows = std::min(ROWS_IN_CACHE, M - m);
-    slotzero::parallel_for(blocks, rows * K * N > WORTH_THREADS, [&](int64_t i) {
+    parallel_for(blocks, rows * K * N > WORTH_THREADS, [&](int64_t i) {
       const int64_t n = i * FEATURES;
       block(xp + m * K, wp + n * K, bp ? bp + n : nullptr, yp + m * N + n, rows, K,
             {K, FEATURES, N}, std::min(FEATURES, N - n));
@@ -44,15 +40,14 @@ void linear(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out) {
 // x [M, K], weights [experts, ceil(N / 16), K, 16], biases [experts, N], starts [experts + 1], out
 // [M, N]. Rows [starts[e], starts[e + 1]) are `linear` of weights[e]; the rows after are zeros.
 void grouped(Tensor x, Tensor weights, std::optional<Tensor> biases, Tensor starts, Tensor out) {
-  STD_TORCH_CHECK(x.is_contiguous() && weights.is_contiguous() && starts.is_contiguous() &&
-                      out.is_contiguous() && (!biases || biases->is_contiguous()),
-                  "grouped: x, weights, biases, starts and out must be contiguous");
+  CHECK(x.is_contiguous() && weights.is_contiguous() && starts.is_contiguous() &&
+            out.is_contiguous() && (!biases || biases->is_contiguous()),
+        "grouped: x, weights, biases, starts and out must be contiguous");
   const int64_t M = x.size(0), K = x.size(1), N = out.size(1), experts = weights.size(0);
   const int64_t expert_size = weights.size(1) * K * FEATURES;
-  STD_TORCH_CHECK(weights.size(2) == K && weights.size(1) * FEATURES >= N,
-                  "grouped: the packed weights do not fit x and out");
-  STD_TORCH_CHECK(
-      starts.scalar_type() == torch::headeronly::ScalarType::Int && starts.size(0) == experts + 1,
+  CHECK(weights.size(2) == K && weights.size(1) * FEATURES >= N,
+        "grouped: the packed weights do not fit x and out");
+  CHECK(starts.scalar_type() == ScalarType::Int && starts.size(0) == experts + 1,
       "grouped: starts must be int32, one for each weight and one more");
   const auto* xp = static_cast<const float*>(x.data_ptr());
   const auto* wp = static_cast<const float*>(weights.data_ptr());
@@ -62,7 +57,7 @@ void grouped(Tensor x, Tensor weights, std::optional<Tensor> biases, Tensor star
   const std::vector<Stretch> stretches =
       stretches_of(static_cast<const int32_t*>(starts.data_ptr()), experts, M);
   const int64_t items = static_cast<int64_t>(stretches.size()) * blocks;
-  slotzero::parallel_for(items, M * K * N > WORTH_THREADS, [&](int64_t item) {
+  parallel_for(items, M * K * N > WORTH_THREADS, [&](int64_t item) {
     const auto [begin, end, expert] = stretches[item / blocks];
     const int64_t n = item % blocks * FEATURES, features = std::min(FEATURES, N - n);
     float* y = yp + begin * N + n;
@@ -93,17 +88,17 @@ void per_head_dots(const float* x, const float* w, float* y, int64_t T, int64_t 
 }
 
 void per_head(Tensor x, Tensor weights, bool transposed, Tensor out) {
-  STD_TORCH_CHECK(x.stride(2) == 1 && weights.is_contiguous() && out.is_contiguous(),
-                  "per_head: values of a head, weights and out must be contiguous");
+  CHECK(x.stride(2) == 1 && weights.is_contiguous() && out.is_contiguous(),
+        "per_head: values of a head, weights and out must be contiguous");
   const int64_t T = x.size(0), H = x.size(1), K = x.size(2), N = out.size(2);
-  STD_TORCH_CHECK(weights.size(0) == H && weights.size(transposed ? 2 : 1) == K &&
-                      weights.size(transposed ? 1 : 2) == N && out.size(0) == T && out.size(1) == H,
-                  "per_head: weights do not fit x and out");
+  CHECK(weights.size(0) == H && weights.size(transposed ? 2 : 1) == K &&
+            weights.size(transposed ? 1 : 2) == N && out.size(0) == T && out.size(1) == H,
+        "per_head: weights do not fit x and out");
   const auto* xp = static_cast<const float*>(x.data_ptr());
   const auto* wp = static_cast<const float*>(weights.data_ptr());
   auto* yp = static_cast<float*>(out.data_ptr());
   const int64_t blocks = (N + FEATURES - 1) / FEATURES;
-  slotzero::parallel_for(H * blocks, T * H * K * N > WORTH_THREADS, [&](int64_t item) {
+  parallel_for(H * blocks, T * H * K * N > WORTH_THREADS, [&](int64_t item) {
     const int64_t h = item / blocks, n = item % blocks * FEATURES;
     const Strides by{x.stride(0), N, H * N};
     const auto product = transposed ? per_head_dots : per_head_rows;
@@ -111,16 +106,13 @@ void per_head(Tensor x, Tensor weights, bool transposed, Tensor out) {
   });
 }
 
-}  // namespace
+[[maybe_unused]] const Operators operators =
+    Operators("CPU")
+        .add<linear>("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()")
+        .add<grouped>(
+            "grouped(Tensor x, Tensor weights, Tensor? biases, Tensor starts, Tensor(a!) out) -> "
+            "()")
+        .add<per_head>("per_head(Tensor x, Tensor weights, bool transposed, Tensor(a!) out) -> ()");
 
-STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
-  m.def(
-      "grouped(Tensor x, Tensor weights, Tensor? biases, Tensor starts, Tensor(a!) out) -> ()");
-  m.def("per_head(Tensor x, Tensor weights, bool transposed, Tensor(a!) out) -> ()");
-}
-STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
-  m.impl("linear", TORCH_BOX(&linear));
-  m.impl("grouped", TORCH_BOX(&grouped));
-  m.impl("per_head", TORCH_BOX(&per_head));
-}
+}  // namespace
+}  // namespace slotzero::linear

@@ -11,9 +11,6 @@
 // first four in the low halves. Scales and offsets are [ceil(N / 16), groups, 16]. K is padded to
 // whole chunks with codes that are multiplied by zeros.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -26,8 +23,7 @@
 #include "matrix_tiles.h"
 #include "product.h"
 
-using torch::stable::Tensor;
-
+namespace slotzero::linear_integer {
 namespace {
 
 constexpr int64_t QUAD_BYTES = FEATURES * 4;  // four codes of each feature of a block
@@ -234,13 +230,16 @@ void rows_of_block(const IntegerRows& x, int64_t row, int64_t end, const Block& 
                        : block_rows<false>(x, row, end, block, target);
 }
 
-Numbers numbers_of(const std::optional<Tensor>& tensor) {
-  using torch::headeronly::ScalarType;
-  if (!tensor) return {};
-  const bool is_half = tensor->scalar_type() == ScalarType::Half;
-  STD_TORCH_CHECK(tensor->is_contiguous() && (is_half || tensor->scalar_type() == ScalarType::Float),
-                  "integer: scales and offsets must be contiguous, in float32 or float16");
-  return {tensor->data_ptr(), is_half};
+// The scales or offsets of weights [.., blocks]: float32 or float16 [.., blocks, groups, 16].
+Numbers numbers_of(const char* name, const Tensor& tensor, const Tensor& codes, int64_t groups) {
+  const bool is_half = tensor.scalar_type() == ScalarType::Half;
+  const ScalarType dtype = is_half ? ScalarType::Half : ScalarType::Float;
+  const int64_t blocks = codes.size(codes.dim() - 3);
+  if (codes.dim() == 3)
+    expect("integer", name, tensor, dtype, {blocks, groups, FEATURES});
+  else
+    expect("integer", name, tensor, dtype, {codes.size(0), blocks, groups, FEATURES});
+  return {tensor.data_ptr(), is_half};
 }
 
 // How the numbers of a weight are stored: WeightFormat, with `group` input features (or all).
@@ -248,26 +247,31 @@ struct Format {
   int64_t bits, zero, group;
 };
 
+// The tensors of one weight, `dim` 3, or of several, 4, checked against K input and N output features.
 Weight weight_of(const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& offsets,
-                 const std::optional<Tensor>& bias, Format format, int64_t K, int64_t N) {
-  const int64_t last = codes.dim() - 1, blocks = codes.size(last - 2), groups = scales.size(last - 1);
+                 const std::optional<Tensor>& bias, Format format, int64_t K, int64_t N, int64_t dim) {
+  CHECK(format.bits == 4 || format.bits == 8, "integer: codes must have 4 or 8 bits");
+  CHECK(0 <= format.zero && format.zero < 1 << format.bits, "integer: zero must be a code");
+  CHECK(K > 0 && N > 0 && format.group > 0, "integer: there must be features and groups of them");
+  CHECK(codes.dim() == dim, "integer: codes must have ", dim, " axes");
+  const int64_t blocks = (N + FEATURES - 1) / FEATURES;
   const int64_t chunk = format.group < K && format.group % 32 ? 16 : 32;
   const int64_t chunks = (K + chunk - 1) / chunk;
   const int64_t group_chunks = format.group < K ? format.group / chunk : chunks;
-  STD_TORCH_CHECK(codes.is_contiguous() && codes.scalar_type() == torch::headeronly::ScalarType::Byte,
-                  "integer: codes must be contiguous and uint8");
-  STD_TORCH_CHECK(format.bits == 4 || format.bits == 8, "integer: codes must have 4 or 8 bits");
-  STD_TORCH_CHECK(blocks == (N + FEATURES - 1) / FEATURES &&
-                      codes.size(last - 1) * 32 / format.bits == chunks * chunk &&
-                      codes.size(last) == QUAD_BYTES && scales.size(last - 2) == blocks &&
-                      scales.size(last) == FEATURES && (!offsets || offsets->size(last - 1) == groups),
-                  "integer: the packed weight does not fit x and out");
-  STD_TORCH_CHECK(group_chunks > 0 && (format.group >= K || format.group % chunk == 0) &&
-                      (chunks + group_chunks - 1) / group_chunks == groups,
-                  "integer: the groups do not fit the input features");
+  CHECK(format.group >= K || format.group % chunk == 0,
+        "integer: a group must be a multiple of 16 input features, or all");
+  const int64_t groups = (chunks + group_chunks - 1) / group_chunks;
+  const int64_t steps = chunks * chunk * format.bits / 32;
+  if (dim == 3) {
+    expect("integer", "codes", codes, ScalarType::Byte, {blocks, steps, QUAD_BYTES});
+    if (bias) expect("integer", "bias", *bias, ScalarType::Float, {N});
+  } else {
+    expect("integer", "codes", codes, ScalarType::Byte, {codes.size(0), blocks, steps, QUAD_BYTES});
+    if (bias) expect("integer", "bias", *bias, ScalarType::Float, {codes.size(0), N});
+  }
   return {static_cast<const uint8_t*>(codes.data_ptr()),
-          numbers_of(scales),
-          numbers_of(offsets),
+          numbers_of("scales", scales, codes, groups),
+          offsets ? numbers_of("offsets", *offsets, codes, groups) : Numbers{},
           bias ? static_cast<const float*>(bias->data_ptr()) : nullptr,
           N,
           blocks,
@@ -289,13 +293,14 @@ const IntegerRows& rounded(const Tensor& x, int64_t chunk) {
 // x [M, K], out [M, N], and the tensors of one weight
 void integer(Tensor x, Tensor codes, Tensor scales, std::optional<Tensor> offsets,
              std::optional<Tensor> bias, int64_t bits, int64_t zero, int64_t group, Tensor out) {
-  STD_TORCH_CHECK(x.is_contiguous() && out.is_contiguous() && codes.dim() == 3,
-                  "integer: x and out must be contiguous, and the weight of one layer");
+  CHECK(x.dim() == 2 && out.dim() == 2, "integer: x and out must have two axes");
   const int64_t M = x.size(0), K = x.size(1), N = out.size(1);
-  const Weight weight = weight_of(codes, scales, offsets, bias, {bits, zero, group}, K, N);
+  expect("integer", "x", x, ScalarType::Float, {M, K});
+  expect("integer", "out", out, ScalarType::Float, {M, N});
+  const Weight weight = weight_of(codes, scales, offsets, bias, {bits, zero, group}, K, N, 3);
   const IntegerRows& rows = rounded(x, weight.chunk);
   auto* y = static_cast<float*>(out.data_ptr());
-  slotzero::parallel_for(weight.blocks, M * K * N > WORTH_THREADS, [&](int64_t i) {
+  parallel_for(weight.blocks, M * K * N > WORTH_THREADS, [&](int64_t i) {
     const int64_t n = i * FEATURES;
     const Target target{y + n, N, std::min(FEATURES, N - n), weight.bias ? weight.bias + n : nullptr};
     rows_of_block(rows, 0, M, Block(weight, i), target);
@@ -307,18 +312,18 @@ void integer(Tensor x, Tensor codes, Tensor scales, std::optional<Tensor> offset
 void integer_grouped(Tensor x, Tensor codes, Tensor scales, std::optional<Tensor> offsets,
                      std::optional<Tensor> bias, Tensor starts, int64_t bits, int64_t zero,
                      int64_t group, Tensor out) {
-  STD_TORCH_CHECK(x.is_contiguous() && out.is_contiguous() && starts.is_contiguous() && codes.dim() == 4,
-                  "integer_grouped: x, starts and out must be contiguous, and several weights");
-  const int64_t M = x.size(0), K = x.size(1), N = out.size(1), experts = codes.size(0);
-  STD_TORCH_CHECK(
-      starts.scalar_type() == torch::headeronly::ScalarType::Int && starts.size(0) == experts + 1,
-      "integer_grouped: starts must be int32, one for each expert and one more");
-  const Weight weight = weight_of(codes, scales, offsets, bias, {bits, zero, group}, K, N);
+  CHECK(x.dim() == 2 && out.dim() == 2, "integer: x and out must have two axes");
+  const int64_t M = x.size(0), K = x.size(1), N = out.size(1);
+  expect("integer", "x", x, ScalarType::Float, {M, K});
+  expect("integer", "out", out, ScalarType::Float, {M, N});
+  const Weight weight = weight_of(codes, scales, offsets, bias, {bits, zero, group}, K, N, 4);
+  const int64_t experts = codes.size(0);
+  expect("integer", "starts", starts, ScalarType::Int, {experts + 1});
   const IntegerRows& rows = rounded(x, weight.chunk);
   auto* y = static_cast<float*>(out.data_ptr());
   const auto stretches = stretches_of(static_cast<const int32_t*>(starts.data_ptr()), experts, M);
   const int64_t items = static_cast<int64_t>(stretches.size()) * weight.blocks;
-  slotzero::parallel_for(items, M * K * N > WORTH_THREADS, [&](int64_t item) {
+  parallel_for(items, M * K * N > WORTH_THREADS, [&](int64_t item) {
     const auto [begin, end, expert] = stretches[item / weight.blocks];
     const int64_t i = item % weight.blocks, n = i * FEATURES, count = std::min(FEATURES, N - n);
     if (expert == experts) {
@@ -334,19 +339,18 @@ void integer_grouped(Tensor x, Tensor codes, Tensor scales, std::optional<Tensor
 // Rows `ids` [T] of a weight as numbers: out [T, K].
 void integer_rows(Tensor ids, Tensor codes, Tensor scales, std::optional<Tensor> offsets, int64_t bits,
                   int64_t zero, int64_t group, int64_t num_rows, Tensor out) {
-  STD_TORCH_CHECK(ids.is_contiguous() && out.is_contiguous() && codes.dim() == 3,
-                  "integer_rows: ids and out must be contiguous, and the weight of one layer");
-  STD_TORCH_CHECK(ids.scalar_type() == torch::headeronly::ScalarType::Long ||
-                      ids.scalar_type() == torch::headeronly::ScalarType::Int,
-                  "integer_rows: ids must be int32 or int64");
+  CHECK(out.dim() == 2, "integer: out must have two axes");
   const int64_t T = out.size(0), K = out.size(1);
-  const Weight weight = weight_of(codes, scales, offsets, std::nullopt, {bits, zero, group}, K, num_rows);
-  const bool is_long = ids.scalar_type() == torch::headeronly::ScalarType::Long;
+  const bool is_long = ids.scalar_type() == ScalarType::Long;
+  expect("integer", "ids", ids, is_long ? ScalarType::Long : ScalarType::Int, {T});
+  expect("integer", "out", out, ScalarType::Float, {T, K});
+  const Weight weight =
+      weight_of(codes, scales, offsets, std::nullopt, {bits, zero, group}, K, num_rows, 3);
   auto* y = static_cast<float*>(out.data_ptr());
   for (int64_t t = 0; t < T; ++t) {
     const int64_t id = is_long ? static_cast<const int64_t*>(ids.data_ptr())[t]
                                : static_cast<const int32_t*>(ids.data_ptr())[t];
-    STD_TORCH_CHECK(0 <= id && id < num_rows, "integer_rows: an id is not a row of the weight");
+    CHECK(0 <= id && id < num_rows, "integer: an id is not a row of the weight");
     const Block block(weight, id / FEATURES);
     const int64_t feature = id % FEATURES;
     for (int64_t k = 0; k < K; ++k) {
@@ -362,15 +366,20 @@ void integer_rows(Tensor ids, Tensor codes, Tensor scales, std::optional<Tensor>
 
 // Packs codes [.., N, K], one per byte, into out [.., ceil(N / 16), K / 4 or K / 8, 64].
 void pack_integer(Tensor codes, int64_t bits, Tensor out) {
+  CHECK(bits == 4 || bits == 8, "integer: codes must have 4 or 8 bits");
+  CHECK(codes.dim() >= 2 && out.dim() == codes.dim() + 1, "integer: out must have an axis more than codes");
   const int64_t last = codes.dim() - 1, N = codes.size(last - 1), K = codes.size(last);
   const int64_t blocks = out.size(last - 1), steps = out.size(last), quads = steps * 8 / bits;
-  STD_TORCH_CHECK(codes.is_contiguous() && out.is_contiguous() && out.dim() == last + 2 &&
-                      out.size(last + 1) == QUAD_BYTES && quads * 4 >= K && blocks * FEATURES >= N,
-                  "pack_integer: out does not fit the codes");
+  CHECK(codes.is_contiguous() && codes.scalar_type() == ScalarType::Byte && out.is_contiguous() &&
+            out.scalar_type() == ScalarType::Byte,
+        "integer: codes and out must be contiguous and uint8");
+  bool fits = out.size(last + 1) == QUAD_BYTES && quads * 4 >= K && blocks * FEATURES >= N;
+  for (int64_t axis = 0; axis < last - 1; ++axis) fits = fits && codes.size(axis) == out.size(axis);
+  CHECK(fits, "integer: out does not fit the codes");
   const int64_t weights = N && K ? codes.numel() / (N * K) : 0;
   const auto* from = static_cast<const uint8_t*>(codes.data_ptr());
   auto* to = static_cast<uint8_t*>(out.data_ptr());
-  slotzero::parallel_for(weights * blocks, true, [&](int64_t item) {
+  parallel_for(weights * blocks, true, [&](int64_t item) {
     const int64_t first = item % blocks * FEATURES, size = quads * 4;
     uint8_t* packed = to + item * steps * QUAD_BYTES;
     std::vector<uint8_t> rows(FEATURES * size);  // padded with zeros
@@ -385,23 +394,18 @@ void pack_integer(Tensor codes, int64_t bits, Tensor out) {
   });
 }
 
-}  // namespace
+[[maybe_unused]] const Operators operators =
+    Operators("CPU")
+        .add<integer>(
+            "integer(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? bias, int "
+            "bits, int zero, int group, Tensor(a!) out) -> ()")
+        .add<integer_grouped>(
+            "integer_grouped(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? "
+            "bias, Tensor starts, int bits, int zero, int group, Tensor(a!) out) -> ()")
+        .add<pack_integer>("pack_integer(Tensor codes, int bits, Tensor(a!) out) -> ()")
+        .add<integer_rows>(
+            "integer_rows(Tensor ids, Tensor codes, Tensor scales, Tensor? offsets, int bits, "
+            "int zero, int group, int num_rows, Tensor(a!) out) -> ()");
 
-STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
-  m.def(
-      "integer(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? bias, int bits, "
-      "int zero, int group, Tensor(a!) out) -> ()");
-  m.def(
-      "integer_grouped(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? bias, "
-      "Tensor starts, int bits, int zero, int group, Tensor(a!) out) -> ()");
-  m.def("pack_integer(Tensor codes, int bits, Tensor(a!) out) -> ()");
-  m.def(
-      "integer_rows(Tensor ids, Tensor codes, Tensor scales, Tensor? offsets, int bits, int zero, "
-      "int group, int num_rows, Tensor(a!) out) -> ()");
-}
-STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
-  m.impl("integer", TORCH_BOX(&integer));
-  m.impl("integer_grouped", TORCH_BOX(&integer_grouped));
-  m.impl("pack_integer", TORCH_BOX(&pack_integer));
-  m.impl("integer_rows", TORCH_BOX(&integer_rows));
-}
+}  // namespace
+}  // namespace slotzero::linear_integer

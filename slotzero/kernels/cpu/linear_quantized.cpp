@@ -6,9 +6,6 @@
 // rounds it and then used as a dense weight is, so the result is that of the dequantised weight, bit
 // for bit.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -19,8 +16,7 @@
 #include "float8.h"
 #include "product.h"
 
-using torch::stable::Tensor;
-
+namespace slotzero::linear_quantized {
 namespace {
 
 constexpr int HALF = FEATURES / 2;
@@ -215,25 +211,24 @@ const T* data_of(const std::optional<Tensor>& tensor) {
 Weight weight_of(const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& offsets,
                  const std::optional<Tensor>& group_of, const std::optional<Tensor>& bias, int64_t kind,
                  int64_t zero, int64_t group, int64_t K, int64_t N) {
-  using torch::headeronly::ScalarType;
   const int64_t last = codes.dim() - 1, bytes = is_half_byte(static_cast<Kind>(kind)) ? HALF : FEATURES;
   const int64_t blocks = codes.size(last - 2), groups = scales.size(last - 1);
-  STD_TORCH_CHECK(codes.is_contiguous() && scales.is_contiguous() &&
-                      (!offsets || offsets->is_contiguous()) &&
-                      (!group_of || group_of->is_contiguous()) && (!bias || bias->is_contiguous()),
-                  "quantized: every tensor of a weight must be contiguous");
-  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && scales.scalar_type() == ScalarType::Float &&
-                      (!offsets || offsets->scalar_type() == ScalarType::Float) &&
-                      (!group_of || group_of->scalar_type() == ScalarType::Int),
-                  "quantized: codes must be uint8, scales and offsets float32, group_of int32");
-  STD_TORCH_CHECK(kind >= UINT4 && kind <= MXFP4, "quantized: unknown kind of codes");
-  STD_TORCH_CHECK(blocks == (N + FEATURES - 1) / FEATURES && codes.size(last - 1) == K &&
-                      codes.size(last) == bytes && scales.size(last - 2) == blocks &&
-                      scales.size(last) == FEATURES && (!offsets || offsets->size(last - 1) == groups),
-                  "quantized: the packed weight does not fit x and out");
-  STD_TORCH_CHECK(group > 0 && (group_of ? group_of->size(group_of->dim() - 1) == K
-                                         : (K + group - 1) / group == groups),
-                  "quantized: the groups do not fit the input features");
+  CHECK(codes.is_contiguous() && scales.is_contiguous() &&
+            (!offsets || offsets->is_contiguous()) &&
+            (!group_of || group_of->is_contiguous()) && (!bias || bias->is_contiguous()),
+        "quantized: every tensor of a weight must be contiguous");
+  CHECK(codes.scalar_type() == ScalarType::Byte && scales.scalar_type() == ScalarType::Float &&
+            (!offsets || offsets->scalar_type() == ScalarType::Float) &&
+            (!group_of || group_of->scalar_type() == ScalarType::Int),
+        "quantized: codes must be uint8, scales and offsets float32, group_of int32");
+  CHECK(kind >= UINT4 && kind <= MXFP4, "quantized: unknown kind of codes");
+  CHECK(blocks == (N + FEATURES - 1) / FEATURES && codes.size(last - 1) == K &&
+            codes.size(last) == bytes && scales.size(last - 2) == blocks &&
+            scales.size(last) == FEATURES && (!offsets || offsets->size(last - 1) == groups),
+        "quantized: the packed weight does not fit x and out");
+  CHECK(group > 0 && (group_of ? group_of->size(group_of->dim() - 1) == K
+                               : (K + group - 1) / group == groups),
+        "quantized: the groups do not fit the input features");
   return {static_cast<const uint8_t*>(codes.data_ptr()),
           static_cast<const float*>(scales.data_ptr()),
           data_of<float>(offsets),
@@ -249,7 +244,7 @@ void linear_rows(const float* x, const Weight& weight, float* y, int64_t M) {
   const int64_t K = weight.shape.K, N = weight.features;
   for (int64_t m = 0; m < M; m += ROWS_IN_CACHE) {
     const int64_t rows = std::min(ROWS_IN_CACHE, M - m);
-    slotzero::parallel_for(weight.blocks, rows * K * N > WORTH_THREADS, [&](int64_t i) {
+    parallel_for(weight.blocks, rows * K * N > WORTH_THREADS, [&](int64_t i) {
       const int64_t n = i * FEATURES;
       quantized_block<kind>(x + m * K, weight.block(0, i), weight.shape,
                             weight.bias ? weight.bias + n : nullptr, y + m * N + n, rows,
@@ -263,7 +258,7 @@ void grouped_rows(const float* x, const Weight& weight, const std::vector<Stretc
                   int64_t experts, float* y, int64_t M) {
   const int64_t K = weight.shape.K, N = weight.features;
   const int64_t items = static_cast<int64_t>(stretches.size()) * weight.blocks;
-  slotzero::parallel_for(items, M * K * N > WORTH_THREADS, [&](int64_t item) {
+  parallel_for(items, M * K * N > WORTH_THREADS, [&](int64_t item) {
     const auto [begin, end, expert] = stretches[item / weight.blocks];
     const int64_t i = item % weight.blocks, n = i * FEATURES, features = std::min(FEATURES, N - n);
     float* out = y + begin * N + n;
@@ -283,9 +278,9 @@ void grouped_rows(const float* x, const Weight& weight, const std::vector<Stretc
 void quantized(Tensor x, Tensor codes, Tensor scales, std::optional<Tensor> offsets,
                std::optional<Tensor> group_of, std::optional<Tensor> bias, int64_t kind, int64_t zero,
                int64_t group, Tensor out) {
-  STD_TORCH_CHECK(x.is_contiguous() && out.is_contiguous(), "quantized: x and out must be contiguous");
+  CHECK(x.is_contiguous() && out.is_contiguous(), "quantized: x and out must be contiguous");
   const int64_t M = x.size(0), K = x.size(1), N = out.size(1);
-  STD_TORCH_CHECK(codes.dim() == 3, "quantized: the weight of one layer is needed");
+  CHECK(codes.dim() == 3, "quantized: the weight of one layer is needed");
   const Weight weight = weight_of(codes, scales, offsets, group_of, bias, kind, zero, group, K, N);
   const auto* xp = static_cast<const float*>(x.data_ptr());
   auto* yp = static_cast<float*>(out.data_ptr());
@@ -302,12 +297,11 @@ void quantized(Tensor x, Tensor codes, Tensor scales, std::optional<Tensor> offs
 void quantized_grouped(Tensor x, Tensor codes, Tensor scales, std::optional<Tensor> offsets,
                        std::optional<Tensor> group_of, std::optional<Tensor> bias, Tensor starts,
                        int64_t kind, int64_t zero, int64_t group, Tensor out) {
-  STD_TORCH_CHECK(x.is_contiguous() && out.is_contiguous() && starts.is_contiguous(),
-                  "quantized_grouped: x, starts and out must be contiguous");
-  STD_TORCH_CHECK(codes.dim() == 4, "quantized_grouped: the weights of several experts are needed");
+  CHECK(x.is_contiguous() && out.is_contiguous() && starts.is_contiguous(),
+        "quantized_grouped: x, starts and out must be contiguous");
+  CHECK(codes.dim() == 4, "quantized_grouped: the weights of several experts are needed");
   const int64_t M = x.size(0), K = x.size(1), N = out.size(1), experts = codes.size(0);
-  STD_TORCH_CHECK(
-      starts.scalar_type() == torch::headeronly::ScalarType::Int && starts.size(0) == experts + 1,
+  CHECK(starts.scalar_type() == ScalarType::Int && starts.size(0) == experts + 1,
       "quantized_grouped: starts must be int32, one for each expert and one more");
   const Weight weight = weight_of(codes, scales, offsets, group_of, bias, kind, zero, group, K, N);
   const auto* xp = static_cast<const float*>(x.data_ptr());
@@ -324,13 +318,13 @@ void quantized_grouped(Tensor x, Tensor codes, Tensor scales, std::optional<Tens
 // Rounds each group of x [M, K] to float8 under one scale: the given one, or the least that holds
 // its largest number.
 void round_float8(Tensor x, std::optional<Tensor> given, int64_t group, Tensor out) {
-  STD_TORCH_CHECK(x.is_contiguous() && out.is_contiguous() && group > 0,
-                  "round_float8: x and out must be contiguous");
+  CHECK(x.is_contiguous() && out.is_contiguous() && group > 0,
+        "round_float8: x and out must be contiguous");
   const int64_t M = x.size(0), K = x.size(1);
   const auto* xp = static_cast<const float*>(x.data_ptr());
   const auto* fixed = data_of<float>(given);
   auto* yp = static_cast<float*>(out.data_ptr());
-  slotzero::parallel_for(M, M * K > WORTH_THREADS, [&](int64_t m) {
+  parallel_for(M, M * K > WORTH_THREADS, [&](int64_t m) {
     for (int64_t first = 0; first < K; first += group) {
       const int64_t end = std::min(first + group, K);
       const float* row = xp + m * K;
@@ -350,19 +344,17 @@ void round_float8(Tensor x, std::optional<Tensor> given, int64_t group, Tensor o
   });
 }
 
-}  // namespace
+[[maybe_unused]] const Operators operators =
+    Operators("CPU")
+        .add<quantized>(
+            "quantized(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? group_of, "
+            "Tensor? bias, int kind, int zero, int group, Tensor(a!) out) -> ()")
+        .add<quantized_grouped>(
+            "quantized_grouped(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? "
+            "group_of, Tensor? bias, Tensor starts, int kind, int zero, int group, Tensor(a!) "
+            "out) -> ()")
+        .add<round_float8>(
+            "round_float8(Tensor x, Tensor? scale, int group, Tensor(a!) out) -> ()");
 
-STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
-  m.def(
-      "quantized(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? group_of, "
-      "Tensor? bias, int kind, int zero, int group, Tensor(a!) out) -> ()");
-  m.def(
-      "quantized_grouped(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? group_of, "
-      "Tensor? bias, Tensor starts, int kind, int zero, int group, Tensor(a!) out) -> ()");
-  m.def("round_float8(Tensor x, Tensor? scale, int group, Tensor(a!) out) -> ()");
-}
-STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
-  m.impl("quantized", TORCH_BOX(&quantized));
-  m.impl("quantized_grouped", TORCH_BOX(&quantized_grouped));
-  m.impl("round_float8", TORCH_BOX(&round_float8));
-}
+}  // namespace
+}  // namespace slotzero::linear_quantized

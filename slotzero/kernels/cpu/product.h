@@ -4,13 +4,12 @@
 // in one accumulator, whatever the number of rows: a row's result never depends on its neighbours.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "simd.h"
+#include "tensor.h"
 #include "threads.h"
 
 constexpr int64_t FEATURES = 16;              // output features of one packed block
@@ -66,8 +65,8 @@ struct Stretch {
   std::vector<Stretch> stretches;
   for (int64_t e = 0; e <= experts; ++e) {
     const int64_t past = e < experts ? starts[e + 1] : num_rows;
-    STD_TORCH_CHECK(0 <= starts[e] && starts[e] <= past && past <= num_rows,
-                    "grouped: starts must ascend, and end within x");
+    CHECK(0 <= starts[e] && starts[e] <= past && past <= num_rows,
+          "grouped: starts must ascend, and end within x");
     for (int64_t m = starts[e]; m < past; m += ROWS_IN_CACHE)
       stretches.push_back({m, std::min(m + ROWS_IN_CACHE, past), e});
   }

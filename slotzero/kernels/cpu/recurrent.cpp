@@ -5,9 +5,6 @@
 // the snapshots that it takes follow from its positions and the table of snapshot rows. A token of
 // slot 0 gets zeros, changes nothing and ends its row.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -15,10 +12,10 @@
 #include <vector>
 
 #include "simd.h"
+#include "tensor.h"
 #include "threads.h"
 
-using torch::stable::Tensor;
-
+namespace slotzero::recurrent {
 namespace {
 
 constexpr int64_t WORTH_THREADS = 1 << 14;  // products below which waking threads costs more
@@ -83,10 +80,10 @@ struct Places {
         width(left ? left->size(1) : 0),
         row_stride(left ? left->stride(0) : 0),
         token_stride(left ? left->stride(1) : 0) {
-    STD_TORCH_CHECK(states.is_contiguous() && (!kept_states || kept_states->is_contiguous()),
-                    "recurrent: states and snapshots must be contiguous");
-    STD_TORCH_CHECK(!kept == !rows && !kept == !interval,
-                    "recurrent: snapshots have a table of rows and an interval");
+    CHECK(states.is_contiguous() && (!kept_states || kept_states->is_contiguous()),
+          "recurrent: states and snapshots must be contiguous");
+    CHECK(!kept == !rows && !kept == !interval,
+          "recurrent: snapshots have a table of rows and an interval");
   }
 
   // The snapshot for the state after `num_tokens` tokens of a slot; null: none
@@ -138,12 +135,12 @@ void convolve(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor slots,
               std::optional<Tensor> counts, std::optional<Tensor> ends, Tensor conv,
               std::optional<Tensor> kept, std::optional<Tensor> kept_rows,
               std::optional<Tensor> trail, int64_t interval, bool is_gated, Tensor out) {
-  STD_TORCH_CHECK(x.stride(1) == 1 && weight.is_contiguous() && out.is_contiguous(),
-                  "convolve: weight, out and rows of x must be contiguous");
+  CHECK(x.stride(1) == 1 && weight.is_contiguous() && out.is_contiguous(),
+        "convolve: weight, out and rows of x must be contiguous");
   const int64_t channels = weight.size(0), width = weight.size(1), past = width - 1;
-  STD_TORCH_CHECK(conv.size(1) == channels && conv.size(2) == past &&
-                      x.size(1) == (is_gated ? 3 : 1) * channels,
-                  "convolve: states or inputs do not fit the weight");
+  CHECK(conv.size(1) == channels && conv.size(2) == past &&
+            x.size(1) == (is_gated ? 3 : 1) * channels,
+        "convolve: states or inputs do not fit the weight");
   const Places places(conv, kept, kept_rows, trail, interval);
   const std::vector<Row> rows = rows_of(slots, positions, owners, starts, counts, ends);
   const float *xp = floats(x), *wp = floats(weight), *bp = bias ? floats(*bias) : nullptr;
@@ -151,7 +148,7 @@ void convolve(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor slots,
   clear(slots, op, channels);
   places.clear_trail(slots);
   const auto num_rows = static_cast<int64_t>(rows.size());
-  slotzero::parallel_for(num_rows, x.size(0) * channels * width > WORTH_THREADS, [&](int64_t r) {
+  parallel_for(num_rows, x.size(0) * channels * width > WORTH_THREADS, [&](int64_t r) {
     const Row& row = rows[r];
     std::vector<float> state(channels * past);
     places.begin(row, 0, channels * past, state.data());
@@ -219,9 +216,9 @@ void scan(Tensor mixed, Tensor gates, std::optional<Tensor> beta, Tensor a_log, 
           Tensor states, std::optional<Tensor> kept, std::optional<Tensor> kept_rows,
           std::optional<Tensor> trail, int64_t num_groups, double least, double most,
           int64_t interval, bool is_kda, Tensor out) {
-  STD_TORCH_CHECK(mixed.stride(1) == 1 && gates.stride(1) == 1 && out.is_contiguous() &&
-                      (!beta || beta->stride(1) == 1),
-                  "scan: out and rows of mixed, gates and beta must be contiguous");
+  CHECK(mixed.stride(1) == 1 && gates.stride(1) == 1 && out.is_contiguous() &&
+            (!beta || beta->stride(1) == 1),
+        "scan: out and rows of mixed, gates and beta must be contiguous");
   const Shape shape{beta.has_value(),
                     is_kda,
                     states.size(1),
@@ -232,8 +229,8 @@ void scan(Tensor mixed, Tensor gates, std::optional<Tensor> beta, Tensor a_log, 
                     static_cast<float>(most)};
   const int64_t n = shape.state_size, inner = shape.heads * shape.head_dim;
   const int64_t keys = shape.groups * n, channels = mixed.size(1), size = shape.head_dim * n;
-  STD_TORCH_CHECK(channels == inner + 2 * keys && shape.heads % shape.groups == 0,
-                  "scan: states do not fit what is mixed");
+  CHECK(channels == inner + 2 * keys && shape.heads % shape.groups == 0,
+        "scan: states do not fit what is mixed");
   const Places places(states, kept, kept_rows, trail, interval);
   const std::vector<Row> rows = rows_of(slots, positions, owners, starts, counts, ends);
   const float *mp = floats(mixed), *gp = floats(gates), *bp = beta ? floats(*beta) : nullptr;
@@ -242,7 +239,7 @@ void scan(Tensor mixed, Tensor gates, std::optional<Tensor> beta, Tensor a_log, 
   clear(slots, op, inner);
   places.clear_trail(slots);
   const int64_t items = static_cast<int64_t>(rows.size()) * shape.heads;
-  slotzero::parallel_for(items, mixed.size(0) * inner * n > WORTH_THREADS, [&](int64_t item) {
+  parallel_for(items, mixed.size(0) * inner * n > WORTH_THREADS, [&](int64_t item) {
     const Row& row = rows[item / shape.heads];
     const int64_t head = item % shape.heads, group = head / (shape.heads / shape.groups);
     std::vector<float> state(size), unit(2 * n), decays(n);
@@ -270,21 +267,19 @@ void scan(Tensor mixed, Tensor gates, std::optional<Tensor> beta, Tensor a_log, 
   });
 }
 
-}  // namespace
+[[maybe_unused]] const Operators operators =
+    Operators("CPU")
+        .add<convolve>(
+            "convolve(Tensor x, Tensor weight, Tensor? bias, Tensor slots, Tensor positions, "
+            "Tensor? owners, Tensor? starts, Tensor? counts, Tensor? ends, Tensor(a!) conv, "
+            "Tensor(b!)? kept, Tensor? kept_rows, Tensor(c!)? trail, int interval, bool "
+            "is_gated, Tensor(d!) out) -> ()")
+        .add<scan>(
+            "scan(Tensor mixed, Tensor gates, Tensor? beta, Tensor a_log, Tensor dt_bias, "
+            "Tensor? d, Tensor slots, Tensor positions, Tensor? owners, Tensor? starts, Tensor? "
+            "counts, Tensor? ends, Tensor(a!) states, Tensor(b!)? kept, Tensor? kept_rows, "
+            "Tensor(c!)? trail, int num_groups, float least, float most, int interval, bool "
+            "is_kda, Tensor(d!) out) -> ()");
 
-STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
-  m.def(
-      "convolve(Tensor x, Tensor weight, Tensor? bias, Tensor slots, Tensor positions, "
-      "Tensor? owners, Tensor? starts, Tensor? counts, Tensor? ends, Tensor(a!) conv, "
-      "Tensor(b!)? kept, Tensor? kept_rows, Tensor(c!)? trail, int interval, bool is_gated, "
-      "Tensor(d!) out) -> ()");
-  m.def(
-      "scan(Tensor mixed, Tensor gates, Tensor? beta, Tensor a_log, Tensor dt_bias, Tensor? d, "
-      "Tensor slots, Tensor positions, Tensor? owners, Tensor? starts, Tensor? counts, "
-      "Tensor? ends, Tensor(a!) states, Tensor(b!)? kept, Tensor? kept_rows, Tensor(c!)? trail, "
-      "int num_groups, float least, float most, int interval, bool is_kda, Tensor(d!) out) -> ()");
-}
-STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
-  m.impl("convolve", TORCH_BOX(&convolve));
-  m.impl("scan", TORCH_BOX(&scan));
-}
+}  // namespace
+}  // namespace slotzero::recurrent

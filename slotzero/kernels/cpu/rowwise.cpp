@@ -3,9 +3,6 @@
 // Each row is computed by itself, from its first value to its last, by the same instructions
 // whatever its place in the batch: a row's result is bitwise identical alone and in any batch.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -13,11 +10,11 @@
 #include <optional>
 
 #include "simd.h"
+#include "tensor.h"
 #include "threads.h"
 #include "vector_math.h"
 
-using torch::stable::Tensor;
-
+namespace slotzero::rowwise {
 namespace {
 
 constexpr int64_t WORTH_THREADS = 1 << 15;  // values below which waking threads costs more
@@ -30,9 +27,9 @@ struct RowView {
 
   RowView(const Tensor& t, const char* name) {
     const int64_t axes = t.dim();
-    STD_TORCH_CHECK((axes == 2 || axes == 3) &&
-                        t.scalar_type() == torch::headeronly::ScalarType::Float,
-                    name, " must be float32 with two or three axes");
+    CHECK((axes == 2 || axes == 3) &&
+              t.scalar_type() == ScalarType::Float,
+          name, " must be float32 with two or three axes");
     data = static_cast<float*>(t.data_ptr());
     outer = t.size(0);
     inner = axes == 3 ? t.size(1) : 1;
@@ -40,7 +37,7 @@ struct RowView {
     outer_stride = t.stride(0);
     inner_stride = axes == 3 ? t.stride(1) : 0;
     stride = size == 1 ? 1 : t.stride(axes - 1);
-    STD_TORCH_CHECK(stride == 0 || stride == 1, name, ": values of a row must be adjacent");
+    CHECK(stride == 0 || stride == 1, name, ": values of a row must be adjacent");
   }
   int64_t rows() const { return outer * inner; }
   float* row(int64_t i) const {
@@ -69,7 +66,7 @@ inline void put(float* y, int64_t count, Vec v) {
 
 template <class Compute>
 void each_row(int64_t rows, int64_t size, const Compute& compute) {
-  slotzero::parallel_for(rows, rows * size > WORTH_THREADS, compute);
+  parallel_for(rows, rows * size > WORTH_THREADS, compute);
 }
 
 float mean_of(const float* x, int64_t size) {
@@ -101,16 +98,16 @@ void norm_row(const float* x, const float* weight, float eps, bool centred, floa
 
 const float* weight_of(const std::optional<Tensor>& weight, int64_t size, const char* name) {
   if (!weight) return nullptr;
-  STD_TORCH_CHECK(weight->is_contiguous() && weight->numel() == size, name,
-                  ": a norm's weight must be contiguous and as long as a row");
+  CHECK(weight->is_contiguous() && weight->numel() == size, name,
+        ": a norm's weight must be contiguous and as long as a row");
   return static_cast<const float*>(weight->data_ptr());
 }
 
 // x and out [..., size], weight [size]
 void rms_norm(Tensor x, std::optional<Tensor> weight, double eps, bool centred, Tensor out) {
   const RowView from(x, "rms_norm: x"), to(out, "rms_norm: out");
-  STD_TORCH_CHECK(from.rows() == to.rows() && from.size == to.size && from.stride && to.stride,
-                  "rms_norm: x and out must have one shape");
+  CHECK(from.rows() == to.rows() && from.size == to.size && from.stride && to.stride,
+        "rms_norm: x and out must have one shape");
   const float* w = weight_of(weight, from.size, "rms_norm");
   each_row(from.rows(), from.size, [&](int64_t i) {
     norm_row(from.row(i), w, static_cast<float>(eps), centred, to.row(i), from.size);
@@ -125,8 +122,8 @@ void add_norm(Tensor x, Tensor residual, std::optional<Tensor> after, std::optio
   const RowView sum(new_residual, "add_norm: new_residual"), out(normed, "add_norm: normed");
   const int64_t rows = change.rows(), size = change.size;
   for (const RowView* view : {&before, &sum, &out})
-    STD_TORCH_CHECK(view->rows() == rows && view->size == size && view->stride && change.stride,
-                    "add_norm: x, residual and what is written must have one shape");
+    CHECK(view->rows() == rows && view->size == size && view->stride && change.stride,
+          "add_norm: x, residual and what is written must have one shape");
   const float* after_weight = weight_of(after, size, "add_norm");
   const float* norm_weight = weight_of(norm, size, "add_norm");
   each_row(rows, size, [&](int64_t i) {
@@ -169,10 +166,10 @@ Vec gated(Vec gate, Vec value, int64_t activation) {
 // out = activation(gates) * values, [rows, size] each; a row may have a single gate.
 void gate(Tensor gates, Tensor values, int64_t activation, Tensor out) {
   const RowView g(gates, "gate: gates"), v(values, "gate: values"), y(out, "gate: out");
-  STD_TORCH_CHECK(activation >= SILU && activation <= RELU, "gate: no such activation");
-  STD_TORCH_CHECK(g.rows() == v.rows() && v.rows() == y.rows() && g.size == v.size &&
-                      v.size == y.size && v.stride && y.stride,
-                  "gate: gates, values and out must have one shape");
+  CHECK(activation >= SILU && activation <= RELU, "gate: no such activation");
+  CHECK(g.rows() == v.rows() && v.rows() == y.rows() && g.size == v.size &&
+            v.size == y.size && v.stride && y.stride,
+        "gate: gates, values and out must have one shape");
   each_row(v.rows(), v.size, [&](int64_t i) {
     const float *gate_row = g.row(i), *value_row = v.row(i);
     float* out_row = y.row(i);
@@ -186,8 +183,8 @@ void gate(Tensor gates, Tensor values, int64_t activation, Tensor out) {
 // out = cap * tanh(x / cap), [rows, size]
 void softcap(Tensor x, double cap, Tensor out) {
   const RowView from(x, "softcap: x"), to(out, "softcap: out");
-  STD_TORCH_CHECK(from.rows() == to.rows() && from.size == to.size && from.stride && to.stride,
-                  "softcap: x and out must have one shape");
+  CHECK(from.rows() == to.rows() && from.size == to.size && from.stride && to.stride,
+        "softcap: x and out must have one shape");
   const Vec most = all(static_cast<float>(cap));
   each_row(from.rows(), from.size, [&](int64_t i) {
     const float* a = from.row(i);
@@ -201,8 +198,8 @@ void softcap(Tensor x, double cap, Tensor out) {
 // Softmax over the last axis of x [rows, size].
 void softmax(Tensor x, Tensor out) {
   const RowView from(x, "softmax: x"), to(out, "softmax: out");
-  STD_TORCH_CHECK(from.rows() == to.rows() && from.size == to.size && from.stride && to.stride,
-                  "softmax: x and out must have one shape");
+  CHECK(from.rows() == to.rows() && from.size == to.size && from.stride && to.stride,
+        "softmax: x and out must have one shape");
   constexpr float INF = std::numeric_limits<float>::infinity();
   each_row(from.rows(), from.size, [&](int64_t i) {
     const float* a = from.row(i);
@@ -225,12 +222,12 @@ void softmax(Tensor x, Tensor out) {
 // A pair of frequency 0 stands still: its cosine is 1.
 void rope_angles(Tensor positions, Tensor frequency, double factor, Tensor cos, Tensor sin) {
   const int64_t tokens = positions.size(0), size = frequency.size(frequency.dim() - 1);
-  STD_TORCH_CHECK(positions.is_contiguous() && frequency.is_contiguous() && cos.is_contiguous() &&
-                      sin.is_contiguous() && cos.numel() == tokens * size &&
-                      sin.numel() == tokens * size &&
-                      positions.scalar_type() == torch::headeronly::ScalarType::Int &&
-                      (frequency.dim() == 1 || frequency.size(0) == tokens),
-                  "rope_angles: positions, frequency, cos and sin do not fit one another");
+  CHECK(positions.is_contiguous() && frequency.is_contiguous() && cos.is_contiguous() &&
+            sin.is_contiguous() && cos.numel() == tokens * size &&
+            sin.numel() == tokens * size &&
+            positions.scalar_type() == ScalarType::Int &&
+            (frequency.dim() == 1 || frequency.size(0) == tokens),
+        "rope_angles: positions, frequency, cos and sin do not fit one another");
   const auto* position = static_cast<const int32_t*>(positions.data_ptr());
   const auto* speed = static_cast<const float*>(frequency.data_ptr());
   auto *c = static_cast<float*>(cos.data_ptr()), *s = static_cast<float*>(sin.data_ptr());
@@ -251,12 +248,12 @@ void rope_angles(Tensor positions, Tensor frequency, double factor, Tensor cos, 
 void rotate(Tensor x, Tensor cos, Tensor sin, Tensor out) {
   const RowView from(x, "rotate: x"), to(out, "rotate: out");
   const int64_t half = from.size / 2;
-  STD_TORCH_CHECK(x.dim() == 3 && out.dim() == 3 && from.rows() == to.rows() && from.size == to.size &&
-                      from.stride && to.stride && from.size % 2 == 0,
-                  "rotate: x and out must have one shape [T, heads, size]");
-  STD_TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.numel() == from.outer * half &&
-                      sin.numel() == from.outer * half,
-                  "rotate: cos and sin do not fit x");
+  CHECK(x.dim() == 3 && out.dim() == 3 && from.rows() == to.rows() && from.size == to.size &&
+            from.stride && to.stride && from.size % 2 == 0,
+        "rotate: x and out must have one shape [T, heads, size]");
+  CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.numel() == from.outer * half &&
+            sin.numel() == from.outer * half,
+        "rotate: cos and sin do not fit x");
   const auto *c = static_cast<const float*>(cos.data_ptr()), *s = static_cast<const float*>(sin.data_ptr());
   each_row(from.rows(), from.size, [&](int64_t i) {
     const float *first = from.row(i), *second = first + half;
@@ -271,27 +268,20 @@ void rotate(Tensor x, Tensor cos, Tensor sin, Tensor out) {
   });
 }
 
-}  // namespace
+[[maybe_unused]] const Operators operators =
+    Operators("CPU")
+        .add<rms_norm>(
+            "rms_norm(Tensor x, Tensor? weight, float eps, bool centred, Tensor(a!) out) -> ()")
+        .add<add_norm>(
+            "add_norm(Tensor x, Tensor residual, Tensor? after, Tensor? norm, float eps, bool "
+            "centred, Tensor(a!) new_residual, Tensor(b!) normed) -> ()")
+        .add<gate>("gate(Tensor gates, Tensor values, int activation, Tensor(a!) out) -> ()")
+        .add<softcap>("softcap(Tensor x, float cap, Tensor(a!) out) -> ()")
+        .add<softmax>("softmax(Tensor x, Tensor(a!) out) -> ()")
+        .add<rotate>("rotate(Tensor x, Tensor cos, Tensor sin, Tensor(a!) out) -> ()")
+        .add<rope_angles>(
+            "rope_angles(Tensor positions, Tensor frequency, float factor, Tensor(a!) cos, "
+            "Tensor(b!) sin) -> ()");
 
-STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
-  m.def("rms_norm(Tensor x, Tensor? weight, float eps, bool centred, Tensor(a!) out) -> ()");
-  m.def(
-      "add_norm(Tensor x, Tensor residual, Tensor? after, Tensor? norm, float eps, "
-      "bool centred, Tensor(a!) new_residual, Tensor(b!) normed) -> ()");
-  m.def("gate(Tensor gates, Tensor values, int activation, Tensor(a!) out) -> ()");
-  m.def("softcap(Tensor x, float cap, Tensor(a!) out) -> ()");
-  m.def("softmax(Tensor x, Tensor(a!) out) -> ()");
-  m.def("rotate(Tensor x, Tensor cos, Tensor sin, Tensor(a!) out) -> ()");
-  m.def(
-      "rope_angles(Tensor positions, Tensor frequency, float factor, Tensor(a!) cos, "
-      "Tensor(b!) sin) -> ()");
-}
-STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
-  m.impl("rms_norm", TORCH_BOX(&rms_norm));
-  m.impl("add_norm", TORCH_BOX(&add_norm));
-  m.impl("gate", TORCH_BOX(&gate));
-  m.impl("softcap", TORCH_BOX(&softcap));
-  m.impl("softmax", TORCH_BOX(&softmax));
-  m.impl("rotate", TORCH_BOX(&rotate));
-  m.impl("rope_angles", TORCH_BOX(&rope_angles));
-}
+}  // namespace
+}  // namespace slotzero::rowwise

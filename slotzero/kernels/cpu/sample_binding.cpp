@@ -1,40 +1,22 @@
 // `torch.ops.slotzero.sample`: checks every tensor by name, then passes raw pointers to sample.cpp.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <initializer_list>
 
 #include "sample.h"
+#include "tensor.h"
 
+namespace slotzero::sample_binding {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-void check(const Tensor& tensor, const char* name, ScalarType dtype,
-           std::initializer_list<int64_t> shape) {
-  STD_TORCH_CHECK(tensor.scalar_type() == dtype, "sample: ", name, " must be ",
-                  dtype == ScalarType::Float ? "float32" : "int32");
-  STD_TORCH_CHECK(tensor.is_contiguous(), "sample: ", name, " must be contiguous");
-  bool fits = tensor.dim() == static_cast<int64_t>(shape.size());
-  int64_t axis = 0;
-  for (const int64_t size : shape) {
-    fits = fits && tensor.size(axis) == size;
-    ++axis;
-  }
-  STD_TORCH_CHECK(fits, "sample: ", name, " has the wrong shape");
-}
-
 const float* floats(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
-  check(tensor, name, ScalarType::Float, shape);
-  return static_cast<const float*>(tensor.const_data_ptr());
+  expect("sample", name, tensor, ScalarType::Float, shape);
+  return static_cast<const float*>(tensor.data_ptr());
 }
 
 const int32_t* ints(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
-  check(tensor, name, ScalarType::Int, shape);
-  return static_cast<const int32_t*>(tensor.const_data_ptr());
+  expect("sample", name, tensor, ScalarType::Int, shape);
+  return static_cast<const int32_t*>(tensor.data_ptr());
 }
 
 void sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor temperature,
@@ -44,14 +26,14 @@ void sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor
             Tensor bias_values, Tensor is_masked, Tensor allowed, Tensor tokens_out,
             Tensor logprobs_out, Tensor top_ids_out, Tensor top_logprobs_out) {
   for (const Tensor* matrix : {&logits, &tokens, &stop_ids, &bias_ids, &allowed, &top_ids_out})
-    STD_TORCH_CHECK(matrix->dim() == 2, "sample: logits, tokens, stop_ids, bias_ids, allowed and ",
-                    "top_ids_out have 2 dimensions");
+    CHECK(matrix->dim() == 2, "sample: logits, tokens, stop_ids, bias_ids, allowed and ",
+          "top_ids_out have 2 dimensions");
   const int64_t rows = logits.size(0), vocab = logits.size(1), slots_all = tokens.size(0);
   const int64_t max_len = tokens.size(1), top_width = top_ids_out.size(1);
   const int64_t stop_width = stop_ids.size(1), bias_width = bias_ids.size(1);
   const int64_t mask_width = allowed.size(1);
-  STD_TORCH_CHECK(vocab > 0, "sample: logits must have a vocabulary");
-  STD_TORCH_CHECK(mask_width * 32 >= vocab, "sample: allowed must have a bit for every token");
+  CHECK(vocab > 0, "sample: logits must have a vocabulary");
+  CHECK(mask_width * 32 >= vocab, "sample: allowed must have a bit for every token");
   const slotzero::SampleTables tables{
       .tokens = ints(tokens, "tokens", {slots_all, max_len}),
       .temperature = floats(temperature, "temperature", {slots_all}),
@@ -75,39 +57,38 @@ void sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor
       .bias_width = bias_width,
       .mask_width = mask_width,
   };
-  check(tokens_out, "tokens_out", ScalarType::Int, {rows});
-  check(logprobs_out, "logprobs_out", ScalarType::Float, {rows});
-  check(top_ids_out, "top_ids_out", ScalarType::Int, {rows, top_width});
-  check(top_logprobs_out, "top_logprobs_out", ScalarType::Float, {rows, top_width});
+  expect("sample", "tokens_out", tokens_out, ScalarType::Int, {rows});
+  expect("sample", "logprobs_out", logprobs_out, ScalarType::Float, {rows});
+  expect("sample", "top_ids_out", top_ids_out, ScalarType::Int, {rows, top_width});
+  expect("sample", "top_logprobs_out", top_logprobs_out, ScalarType::Float, {rows, top_width});
   const slotzero::SampleArgs args{
       .logits = floats(logits, "logits", {rows, vocab}),
       .slots = ints(slots, "slots", {rows}),
       .positions = ints(positions, "positions", {rows}),
       .tables = tables,
-      .tokens_out = static_cast<int32_t*>(tokens_out.mutable_data_ptr()),
-      .logprobs_out = static_cast<float*>(logprobs_out.mutable_data_ptr()),
-      .top_ids_out = static_cast<int32_t*>(top_ids_out.mutable_data_ptr()),
-      .top_logprobs_out = static_cast<float*>(top_logprobs_out.mutable_data_ptr()),
+      .tokens_out = static_cast<int32_t*>(tokens_out.data_ptr()),
+      .logprobs_out = static_cast<float*>(logprobs_out.data_ptr()),
+      .top_ids_out = static_cast<int32_t*>(top_ids_out.data_ptr()),
+      .top_logprobs_out = static_cast<float*>(top_logprobs_out.data_ptr()),
       .rows = rows,
       .vocab = vocab,
       .top_width = top_width,
   };
   for (int64_t row = 0; row < rows; ++row)
-    STD_TORCH_CHECK(args.slots[row] >= 0 && args.slots[row] < slots_all, "sample: slots[", row,
-                    "] is ", args.slots[row], ", but the tables have ", slots_all, " rows");
+    CHECK(args.slots[row] >= 0 && args.slots[row] < slots_all, "sample: slots[", row,
+          "] is ", args.slots[row], ", but the tables have ", slots_all, " rows");
   slotzero::sample_rows(args);
 }
 
-}  // namespace
+[[maybe_unused]] const Operators operators =
+    Operators("CPU")
+        .add<sample>(
+            "sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor "
+            "temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty, "
+            "Tensor presence_penalty, Tensor frequency_penalty, Tensor seed, Tensor prompt_len, "
+            "Tensor min_tokens, Tensor num_logprobs, Tensor stop_ids, Tensor bias_ids, Tensor "
+            "bias_values, Tensor is_masked, Tensor allowed, Tensor(a!) tokens_out, Tensor(b!) "
+            "logprobs_out, Tensor(c!) top_ids_out, Tensor(d!) top_logprobs_out) -> ()");
 
-STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
-  m.def(
-      "sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor temperature, "
-      "Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty, "
-      "Tensor presence_penalty, Tensor frequency_penalty, Tensor seed, Tensor prompt_len, "
-      "Tensor min_tokens, Tensor num_logprobs, Tensor stop_ids, Tensor bias_ids, "
-      "Tensor bias_values, Tensor is_masked, Tensor allowed, "
-      "Tensor(a!) tokens_out, Tensor(b!) logprobs_out, "
-      "Tensor(c!) top_ids_out, Tensor(d!) top_logprobs_out) -> ()");
-}
-STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) { m.impl("sample", TORCH_BOX(&sample)); }
+}  // namespace
+}  // namespace slotzero::sample_binding

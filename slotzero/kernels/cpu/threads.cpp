@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 
-#include <torch/csrc/stable/library.h>
+#include "tensor.h"
 
 namespace slotzero {
 namespace {
@@ -42,6 +44,7 @@ class Pool {
     work_on();
     is_open_.store(false);
     for (int64_t i = 0; inside_.load(); ++i) i < 1 << 12 ? pause() : std::this_thread::yield();
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
   }
 
  private:
@@ -50,11 +53,18 @@ class Pool {
       std::thread([this, index = started_ + 1] { serve(index); }).detach();
   }
 
+  // Keeps an exception for the caller, and leaves the rest of the job undone.
   void work_on() {
-    for (;;) {
-      const int64_t first = next_.fetch_add(portion_size_);
-      if (first >= items_) return;
-      portion_(work_, first, std::min(first + portion_size_, items_));
+    try {
+      for (;;) {
+        const int64_t first = next_.fetch_add(portion_size_);
+        if (first >= items_) return;
+        portion_(work_, first, std::min(first + portion_size_, items_));
+      }
+    } catch (...) {
+      next_.store(items_);
+      const std::lock_guard<std::mutex> one(failing_);
+      if (!failure_) failure_ = std::current_exception();
     }
   }
 
@@ -81,7 +91,8 @@ class Pool {
     return jobs_.load();
   }
 
-  std::mutex callers_;
+  std::mutex callers_, failing_;
+  std::exception_ptr failure_;  // of the job, the first one
   std::atomic<int64_t> size_{1}, next_{0};
   std::atomic<uint32_t> jobs_{0};  // opened so far
   std::atomic<int> sleeping_{0}, inside_{0};
@@ -112,13 +123,12 @@ void set_num_threads(int64_t num) { pool_of_process.load()->resize(num); }
 
 int64_t num_threads() { return pool_of_process.load()->size(); }
 
-}  // namespace slotzero
+namespace {
 
-STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
-  m.def("set_num_threads(int num) -> ()");
-  m.def("num_threads() -> int");
-}
-STABLE_TORCH_LIBRARY_IMPL(slotzero, CompositeExplicitAutograd, m) {
-  m.impl("set_num_threads", TORCH_BOX(&slotzero::set_num_threads));
-  m.impl("num_threads", TORCH_BOX(&slotzero::num_threads));
-}
+[[maybe_unused]] const Operators operators =
+    Operators("CompositeExplicitAutograd")
+        .add<set_num_threads>("set_num_threads(int num) -> ()")
+        .add<num_threads>("num_threads() -> int");
+
+}  // namespace
+}  // namespace slotzero

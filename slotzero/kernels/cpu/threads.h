@@ -4,6 +4,7 @@
 // A thread without work spins for a moment, because the next kernel follows in microseconds, and then
 // sleeps. The caller works too, and waits only for threads that are in the middle of a portion: one
 // that has not woken up in time is not waited for. Which thread computes an item changes no result.
+// The first exception of an item reaches the caller, and portions that nobody has begun are left out.
 #pragma once
 
 #include <cstdint>

@@ -211,9 +211,8 @@ def test_values_between_two_codes_are_rounded_to_even(kernels: CpuKernels) -> No
     assert kernels.round_input(x, weight).isnan().all()
 
 
-@pytest.mark.parametrize("name", ["uint4", "mxfp4"])
-def test_tensors_that_do_not_fit_are_refused(kernels: CpuKernels, name: str) -> None:
-    format = FORMATS[name]
+def test_tensors_that_do_not_fit_are_refused(kernels: CpuKernels) -> None:
+    format = FORMATS["mxfp4"]
     weight = weight_of(kernels, rows_of(format, 32, 64), format, None)
     x = values(2, 64)
     for wrong, message in (
@@ -224,6 +223,56 @@ def test_tensors_that_do_not_fit_are_refused(kernels: CpuKernels, name: str) -> 
     ):
         with pytest.raises(RuntimeError, match=message):
             kernels.product(x, weight._replace(**wrong))
+
+
+def test_integer_products_check_their_tensors(kernels: CpuKernels) -> None:
+    format = FORMATS["Q4_1"]
+    weight = weight_of(kernels, rows_of(format, 32, 64), format, values(32))
+    assert weight.bias is not None and weight.offsets is not None
+    x, wide = values(2, 64), values(2, 128)
+    for wrong, given, message in (
+        ({"codes": weight.codes[:, :4]}, x, "codes must be contiguous"),
+        ({"codes": weight.codes.int()}, x, "codes must be uint8"),
+        ({"codes": weight.codes[None]}, x, "codes must have 3 axes"),
+        ({"scales": weight.scales[:, :1].contiguous()}, x, "scales has the wrong shape"),
+        ({"scales": weight.scales.double()}, x, "scales must be float32"),
+        ({"offsets": weight.offsets[:1].contiguous()}, x, "offsets has the wrong shape"),
+        ({"bias": weight.bias.double()}, x, "bias must be float32"),
+        ({"bias": weight.bias[:16]}, x, "bias has the wrong shape"),
+        ({"out_features": 50}, x, "codes has the wrong shape"),
+        ({}, x.double(), "x must be float32"),
+        ({}, wide[:, ::2], "x must be contiguous"),
+        ({}, wide, "codes has the wrong shape"),
+        ({}, x[0], "x and out must have two axes"),
+    ):
+        with pytest.raises(RuntimeError, match=f"integer: {message}"):
+            torch.ops.slotzero.integer(
+                given, *_tensors(weight._replace(**wrong)), 4, 0, 32,
+                torch.empty(len(given), wrong.get("out_features", 32)),
+            )  # fmt: skip
+    call = torch.ops.slotzero.integer
+    for number, message in (
+        ((3, 0, 32), "4 or 8 bits"),
+        ((4, 16, 32), "zero must be a code"),
+        ((4, 0, 8), "a multiple of 16"),
+        ((4, 0, 0), "groups of them"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call(x, *_tensors(weight), *number, torch.empty(2, 32))
+    with pytest.raises(RuntimeError, match="starts has the wrong shape"):
+        experts = (None if t is None else t[None] for t in _tensors(weight))
+        starts = torch.zeros(1, dtype=torch.int32)
+        torch.ops.slotzero.integer_grouped(x, *experts, starts, 4, 0, 32, torch.empty(2, 32))
+    with pytest.raises(RuntimeError, match="ids must be int32"):
+        rows = weight.codes, weight.scales, weight.offsets, 4, 0, 32, 32, torch.empty(2, 64)
+        torch.ops.slotzero.integer_rows(torch.zeros(2), *rows)
+    with pytest.raises(RuntimeError, match="out does not fit the codes"):
+        codes = torch.zeros(2, 32, 64, dtype=torch.uint8)
+        torch.ops.slotzero.pack_integer(codes, 4, weight.codes[None])
+
+
+def _tensors(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    return weight.codes, weight.scales, weight.offsets, weight.bias
 
 
 class LargestFloats(TorchDispatchMode):
