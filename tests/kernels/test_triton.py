@@ -212,7 +212,8 @@ def test_all_tiles_of_one_order_take_the_same_matrix_instructions(monkeypatch):
     for rows, features, kind in ((1, 1024, None), (64, 2048, "silu"), (300, 1024, None)):
         weight = torch.empty(features, 1024, dtype=torch.bfloat16)
         given = Operands(torch.empty(rows, 1024, dtype=torch.bfloat16), weight, None)
-        tile = tiles_fixed.fixed_tiles_for(rows, torch.bfloat16, 2 if kind is None else 1)[0]
+        shares = tiles_fixed.shares_of(features, 1024) if kind is None else 1
+        tile = tiles_fixed.fixed_tiles_for(rows, torch.bfloat16, shares)[0]
         out = given.x.new_empty(rows, features if kind is None else features // 2)
         linear_fixed.product(given, out, tile, activation=kind)
     heads = Heads(32, 8, 128, 128, 1e-6, 0.1)

@@ -33,7 +33,7 @@ from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead
 from slotzero.kernels.triton.linear import elementwise, fragments, linear_quantized, linear_tma
 from slotzero.kernels.triton.linear.elementwise import apply_norm
 from slotzero.kernels.triton.linear.products import Products
-from slotzero.kernels.triton.linear.products_fixed import FixedProducts
+from slotzero.kernels.triton.linear.products_tuned import TunedProducts
 from slotzero.kernels.triton.linear.tune import Choices
 from slotzero.kernels.triton.moe import experts, routing
 from slotzero.kernels.triton.recurrent import convolution, scan, trail
@@ -105,8 +105,8 @@ class TritonKernels(Kernels):
     grow_tree = staticmethod(trees.grow_tree)
     select_nodes = staticmethod(trees.select_nodes)
 
-    def __init__(self, products: Products | FixedProducts | None = None) -> None:
-        self._products = products or Products()
+    def __init__(self, products: Products | None = None) -> None:
+        self._products = products or TunedProducts()
 
     @property
     def choices(self) -> Choices:

@@ -13,7 +13,7 @@ from slotzero.kernels.triton.linear import library, linear_tma
 from slotzero.kernels.triton.linear.elementwise import add_norm, apply_norm, cap, gate
 from slotzero.kernels.triton.linear.linear import linear, linear_add
 from slotzero.kernels.triton.linear.operands import operands
-from slotzero.kernels.triton.linear.products import Products, ways_of
+from slotzero.kernels.triton.linear.products_tuned import TunedProducts, ways_of
 from slotzero.kernels.triton.linear.tiles import (
     BULK_ROWS,
     PLAIN_ROWS,
@@ -142,7 +142,7 @@ def test_add_by_cublas_or_by_our_kernel(device, half, rows, has_bias):
     before, norm = (torch.randn(n, 96, device=device).to(half) for n in (rows, 1))
     bias = bias if has_bias else None
     expected = before.float() + F.linear(x, weight, bias).float()
-    products, ways = Products(), ways_for(rows, 256, "add")
+    products, ways = TunedProducts(), ways_for(rows, 256, "add")
     assert len(ways) > 1
     given = operands(Normed(x), linear_weight(weight, bias))
     assert set(ways_of("add", given, before).values()) == set(ways)

@@ -1,11 +1,11 @@
 """Matrix products with one order of summation per weight, whatever the number of rows.
 
-The inner dimension is cut into shares that follow from the shape of the weight alone (`shares_of`).
-A share is one chain of matrix instructions from its first feature to its last, and shares are added
-in ascending order. In every tile the weight is the first operand and the rows are the second, in
-instructions of one kind, so a tile's height, width, stages and warps change no sum. With few rows,
-programs compute shares side by side, and the last to finish a tile adds them up; with many rows one
-program computes them in turn.
+The inner dimension is cut into the shares of the given tile, which follow from the shape of the
+weight alone (`shares_of`). A share is one chain of matrix instructions from its first feature to
+its last, and shares are added in ascending order. In every tile the weight is the first operand and
+the rows are the second, in instructions of one kind, so a tile's height, width, stages and warps
+change no sum. With few rows, programs compute shares side by side, and the last to finish a tile
+adds them up; with many rows one program computes them in turn.
 
 Epilogues are those of the other products (`epilogue.py`), but sums of squares, which a norm defers,
 are exact sums of 64 features each. Kernels are compiled without contraction of products and sums,
@@ -37,7 +37,6 @@ from slotzero.kernels.triton.linear.tiles_fixed import (
     FixedTile,
     is_apart,
     share_depth,
-    shares_of,
 )
 from slotzero.kernels.types import Activation, Normed
 
@@ -233,7 +232,7 @@ def product(
     inner = given.weight.shape[1]
     each = tile.features if activation is None else tile.features // 2
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(num_out, each)
-    shares = 1 if activation is not None else shares_of(*given.weight.shape)
+    shares = tile.shares
     partial = arrived = x_box = weight_box = None
     apart = shares > 1 and is_apart(tiles)
     if apart:

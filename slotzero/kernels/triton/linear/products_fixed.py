@@ -1,6 +1,6 @@
 """Products of deterministic mode: every weight is multiplied in one order at any number of rows.
 
-It offers what `Products` offers. All tiles give the same bits, so the fastest is chosen as there.
+All tiles of a weight give the same bits, so the fastest is chosen.
 Weights whose codes kernels decode have tiles of their own, which cut no inner dimension.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from slotzero.kernels.triton.launch import INTERPRETED, card_name
 from slotzero.kernels.triton.linear import elementwise, linear_fixed, linear_quantized
 from slotzero.kernels.triton.linear.operands import Operands, operands
-from slotzero.kernels.triton.linear.products import fastest, is_decoded
+from slotzero.kernels.triton.linear.products import Products, is_decoded
 from slotzero.kernels.triton.linear.tiles_fixed import (
     SQUARED,
     FixedTile,
@@ -20,15 +20,11 @@ from slotzero.kernels.triton.linear.tiles_fixed import (
     looked_up,
     shares_of,
 )
-from slotzero.kernels.triton.linear.tune import Choices
 from slotzero.kernels.types import Activation, Normed, ResidualNorms
 from slotzero.kernels.weights import DenseWeight, JoinedWeight, LinearWeight, QuantizedWeight
 
 
-class FixedProducts:
-    def __init__(self) -> None:
-        self.choices = Choices()
-
+class FixedProducts(Products):
     def is_late(self, rows: int, dtype: torch.dtype) -> bool:
         """Return whether a norm defers its scale: in one dtype always, in another never."""
         return dtype is torch.bfloat16
@@ -37,16 +33,13 @@ class FixedProducts:
         """Return whether `add` takes this weight with these rows."""
         return not isinstance(weight, JoinedWeight) and not is_decoded(weight)
 
-    def product(
-        self, x: Normed, weight: LinearWeight, out: Tensor, slots: Tensor | None = None
+    def _product(
+        self,
+        x: Normed,
+        weight: DenseWeight | QuantizedWeight,
+        out: Tensor,
+        slots: Tensor | None,
     ) -> None:
-        """Write x times weight into out; with slots, these are logits: zeros for rows of slot 0."""
-        if isinstance(weight, JoinedWeight):
-            first = 0
-            for part in weight.parts:
-                self.product(x, part, out[:, first : first + part.out_features], slots)
-                first += part.out_features
-            return
         if is_decoded(weight):
             linear_quantized.product_fixed(elementwise.apply_norm(x), weight, out, slots)
             return
@@ -54,13 +47,12 @@ class FixedProducts:
         tile = self._tile("linear" if slots is None else "logits", given, out, None, slots)
         linear_fixed.product(given, out, tile, slots=slots)
 
-    def gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Normed:
-        """Multiply by gates and values, and gate -> [rows, features / 2]."""
-        if not isinstance(weight, DenseWeight):
-            joined = x.x.new_empty(len(x.x), weight.out_features)
-            self.product(x, weight, joined)
-            gates, values = joined.chunk(2, -1)
-            return Normed(elementwise.gate(gates, values, activation))
+    def _fuses_gate(self, weight: LinearWeight) -> TypeGuard[DenseWeight]:
+        return isinstance(weight, DenseWeight)
+
+    def _gated(
+        self, x: Normed, weight: DenseWeight | QuantizedWeight, activation: Activation
+    ) -> Normed:
         out = x.x.new_empty(len(x.x), weight.out_features // 2)
         given = operands(x, weight)
         tile = self._tile("gated", given, out, activation, None)
@@ -106,4 +98,4 @@ class FixedProducts:
             timed = given._replace(weight=weight)
             linear_fixed.product(timed, out, by_name[name], activation=activation, slots=slots)
 
-        return by_name[fastest(self.choices, key, tuple(by_name), given.weight, run)]
+        return by_name[self.fastest(key, tuple(by_name), given.weight, run)]

@@ -23,17 +23,19 @@ FEWEST_PROGRAMS, ENOUGH_PROGRAMS = 64, 96  # for one row, if shares are not long
 @dataclass(frozen=True)
 class FixedTile:
     """`features` by `rows`, whose products are added up `depth` input features at a time, loaded
-    `stages` ahead."""
+    `stages` ahead; and the `shares` of the weight, which are not the tile's to choose."""
 
     features: int
     rows: int
     depth: int
     stages: int
     num_warps: int
+    shares: int = 1
 
     def __str__(self) -> str:
         size = f"{self.features}x{self.rows}x{self.depth}"
-        return f"fixed {size}, {self.stages} stages, {self.num_warps} warps"
+        shares = f", {self.shares} shares" if self.shares > 1 else ""
+        return f"fixed {size}, {self.stages} stages, {self.num_warps} warps{shares}"
 
 
 @functools.cache
@@ -69,9 +71,9 @@ def fixed_tiles_for(
 ) -> tuple[FixedTile, ...]:
     """Return the tiles worth timing for that many rows; all of them give the same bits."""
     if dtype.itemsize > 2:  # scalar multiply-adds
-        return (FixedTile(LEAST, 16, 32, 2, 4),)
+        return (FixedTile(LEAST, 16, 32, 2, 4, shares),)
     if dtype.itemsize == 1:
-        return _float8_tiles(rows, group)
+        return tuple(FixedTile(*cut, shares) for cut in _float8_cuts(rows, group))
     if rows <= 16:
         cuts = [(64, 16, 128, 5, 4), (64, 16, 256, 3, 4), (128, 16, 128, 4, 4)]
     elif rows <= STAGED_ROWS:
@@ -83,14 +85,14 @@ def fixed_tiles_for(
         cuts = [(256, 128, 64, 4, 8), (128, 256, 64, 4, 8)]
     else:  # sums of a share and those of all shares are twice as many registers
         cuts = [(128, 128, 64, 4, 8), (128, 64, 64, 4, 4)]
-    return tuple(FixedTile(*cut) for cut in cuts)
+    return tuple(FixedTile(*cut, shares) for cut in cuts)
 
 
-def _float8_tiles(rows: int, group: int | None) -> tuple[FixedTile, ...]:
+def _float8_cuts(rows: int, group: int | None) -> list[tuple[int, int, int, int, int]]:
     """The depth is fixed: sums of so many products are rounded to float32."""
     depth = min(float8_step(group), FLOAT8_DEPTH)
     if rows <= 16:
-        return (FixedTile(64, 16, depth, 6, 4), FixedTile(128, 16, depth, 5, 4))
+        return [(64, 16, depth, 6, 4), (128, 16, depth, 5, 4)]
     if rows <= STAGED_ROWS:
-        return (FixedTile(64, 64, depth, 6, 4), FixedTile(128, 64, depth, 4, 4))
-    return (FixedTile(128, 128, depth, 4, 8),)
+        return [(64, 64, depth, 6, 4), (128, 64, depth, 4, 4)]
+    return [(128, 128, depth, 4, 8)]
