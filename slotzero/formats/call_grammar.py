@@ -22,11 +22,10 @@ from slotzero.formats.tool_format import (
     ObjectCall,
     TagArguments,
 )
-from slotzero.formats.value_types import resolved, types_of
+from slotzero.formats.value_types import listed_values, resolved, types_of
 
 _ANY_NAME = "/[A-Za-z0-9_.-]+/"
 _WHOLE = "slotzero-whole"
-_MAX_DEPTH = 16  # of nested unions
 _ENDED = re.compile(r"(?<!\\)(\\\\)*\$$")  # a $ that is not escaped
 _TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
 _DATA = ("const", "enum", "default", "examples")  # what looks like a reference there is none
@@ -109,7 +108,7 @@ class CallRules:
         types = types_of(value.schema, value.root)
         if "string" not in types:
             return f"{lark.rule(json_rule(_alone(value)))} {closing}"
-        choices = _choices(value)
+        choices = listed_values(value.schema, value.root)
         if choices is not None:
             texts = [one if isinstance(one, str) else json.dumps(one) for one in choices]
             return f"({' | '.join(map(literal, texts))}) {closing}"
@@ -154,7 +153,7 @@ class CallRules:
             constants = {"boolean": '"True" | "False"', "null": '"None"'}
             more = [constants[t] for t in sorted(types & set(constants)) if literals.is_python]
             return lark.rule(" | ".join([lark.rule(plain), *more]))
-        choices = _choices(value)
+        choices = listed_values(value.schema, value.root)
         if choices is not None:
             marked = [
                 f"{quote.mark}{one}{quote.mark}" if isinstance(one, str) else json.dumps(one)
@@ -212,22 +211,6 @@ def _moved(part: Any) -> Any:
     if is_local and not target.startswith(("#/$defs/", "#/definitions/")):
         made["$ref"] = f"#/$defs/{_WHOLE}{target[1:]}"
     return made
-
-
-def _choices(value: _Value, depth: int = 0) -> list[Any] | None:
-    """Return all values that a parameter may have, if they are listed."""
-    schema = resolved(value.schema, value.root)
-    if "const" in schema:
-        return [schema["const"]]
-    if schema.get("type") == "null":
-        return [None]
-    if isinstance(choices := schema.get("enum"), list):
-        return choices
-    branches = schema.get("anyOf", schema.get("oneOf"))
-    if not isinstance(branches, list) or depth > _MAX_DEPTH:
-        return None
-    found = [_choices(_Value(part, value.root), depth + 1) for part in branches]
-    return None if None in found else [choice for part in found for choice in part or ()]
 
 
 def _has_alternatives(pattern: str) -> bool:

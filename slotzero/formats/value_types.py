@@ -16,7 +16,7 @@ CONSTANTS: Mapping[str, str] = {
     "None": "null",
 }  # fmt: skip
 """JSON's constants, by their names in JSON and in Python."""
-_MAX_DEPTH = 16  # of references
+_MAX_DEPTH = 16  # of references and unions
 _MAX_PYTHON_LEN = 1 << 16
 
 
@@ -63,6 +63,41 @@ def _types_of(
             parts = [_types_of(part, root, known, depth + 1) for part in schema[key]]
             return frozenset().union(*parts) or ALL
     return ALL
+
+
+def listed_values(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
+    """Return all values that a schema allows, each once, if it lists them."""
+    return _listed_values(schema, root, {}, 0)
+
+
+def _listed_values(
+    schema: Any, root: Mapping[str, Any], known: dict[str, list[Any] | None], depth: int
+) -> list[Any] | None:
+    """Do so; `known` has the values at each reference, so that each is followed once."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return None
+    if "$ref" in schema:
+        reference = str(schema["$ref"])
+        if reference not in known:
+            known[reference] = None  # where it refers to itself
+            known[reference] = _listed_values(_pointed(reference, root), root, known, depth + 1)
+        return known[reference]
+    if "const" in schema:
+        return [schema["const"]]
+    if schema.get("type") == "null":
+        return [None]
+    if isinstance(choices := schema.get("enum"), list):
+        return choices
+    branches = schema.get("anyOf", schema.get("oneOf"))
+    if not isinstance(branches, list):
+        return None
+    found: dict[str, Any] = {}  # by their JSON
+    for branch in branches:
+        values = _listed_values(branch, root, known, depth + 1)
+        if values is None:
+            return None
+        found.update((json.dumps(one), one) for one in values)
+    return list(found.values())
 
 
 def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:

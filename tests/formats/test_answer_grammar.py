@@ -237,12 +237,24 @@ def enforced(name: str, given: dict[str, Any]) -> str:
 DEFINED = {
     "Unused": {"description": "x" * 500},
     "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}] * 30},
+    "Last": {"anyOf": [{"const": "z"}, {"enum": ["y", None]}]},
+    **{
+        f"Deep{depth}": {"oneOf": [{"$ref": f"#/$defs/{inner}"}] * 30}
+        for depth, inner in enumerate(["Last", *(f"Deep{depth}" for depth in range(6))])
+    },
 }
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
-def test_schemas_that_refer_to_themselves_many_times_take_no_time(name: str) -> None:
-    assert "Loop" in enforced(name, {"$ref": "#/$defs/Loop"})
+@pytest.mark.parametrize(
+    ("name", "rule"), [("qwen3_coder", r": /(.|\n)*/"), ("pythonic", '"#/$defs/Loop"')]
+)
+def test_schemas_that_refer_to_themselves_many_times_take_no_time(name: str, rule: str) -> None:
+    assert rule in enforced(name, {"$ref": "#/$defs/Loop"})
+
+
+def test_values_that_are_reached_in_many_ways_are_listed_once() -> None:
+    assert '("z" | "y" | "null")' in enforced("qwen3_coder", {"$ref": "#/$defs/Deep6"})
+    assert '("z" | "y" | "null")' not in enforced("qwen3_coder", {"anyOf": [True]})
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "gemma4"])
