@@ -75,13 +75,13 @@ class WeightUpdater:
 
     def begin(self, names: Collection[str]) -> "Refill":
         """Begin an update that was checked. From here on, an error leaves a mixture."""
-        wanted, parts = set(names), list[_Part]()
+        wanted, parts = set(names), list[_Unfilled]()
         for weights in self._sets:
             found = []
             for filling in fillings(weights.params, weights.tensors, weights.quantization):
                 needed = {name for name, _ in filling.names()} & wanted
                 if needed:
-                    found.append(_Part(filling, needed, len(needed)))
+                    found.append(_Unfilled(filling, needed))
             for name, tensor in weights.tensors.items():
                 if found and name.endswith(INPUT_SCALE):
                     tensor.zero_()  # then the largest of several is stored
@@ -107,10 +107,11 @@ class WeightUpdater:
                 self._scales[group].copy_(scales)
 
 
-class _Part(NamedTuple):
+class _Unfilled(NamedTuple):
+    """Weights that wait for tensors."""
+
     filling: Filling
     missing: set[str]
-    num_names: int
 
 
 @final
@@ -119,13 +120,13 @@ class Refill:
 
     def __init__(
         self,
-        parts: Sequence[_Part],
+        parts: Sequence[_Unfilled],
         names: Collection[str],
         kernels: Kernels,
         put_scales: Callable[[TensorSource], None],
     ) -> None:
         self._kernels, self._put_scales = kernels, put_scales
-        self._parts: dict[str, list[_Part]] = {}
+        self._parts: dict[str, list[_Unfilled]] = {}
         for part in parts:
             for name in part.missing:
                 self._parts.setdefault(name, []).append(part)
@@ -147,7 +148,7 @@ class Refill:
         if self._scales:
             self._put_scales(self._held)
 
-    def _let_go(self, part: _Part) -> None:
+    def _let_go(self, part: _Unfilled) -> None:
         for name, _ in part.filling.names():
             users = self._parts.get(name, [])
             if part in users:
