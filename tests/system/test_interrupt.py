@@ -2,6 +2,7 @@ import signal
 import threading
 
 import pytest
+from engines import greedy
 from traced import prompts_of
 
 from slotzero import LLM, SamplingParams
@@ -37,7 +38,7 @@ def test_an_interrupted_generate_leaves_a_usable_engine(oracles):
     oracle = oracles("llama")
     llm = LLM(oracle.path, backend="eager", skip_tokenizer_init=True, show_progress=False)
     prompts = prompts_of([20, 5, 9], oracle.vocab_size)
-    expected = llm.generate(prompts, use_tqdm=False)
+    expected = llm.generate(prompts, greedy(), use_tqdm=False)
     run, calls = llm.engine.worker.run, []
 
     def interrupting(step):
@@ -48,9 +49,9 @@ def test_an_interrupted_generate_leaves_a_usable_engine(oracles):
 
     llm.engine.worker.run = interrupting
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(prompts, use_tqdm=False)
+        llm.generate(prompts, greedy(), use_tqdm=False)
     llm.engine.check()
-    again = llm.generate(prompts, use_tqdm=False)
+    again = llm.generate(prompts, greedy(), use_tqdm=False)
     assert len(expected) == len(again) == 3
     llm.engine.check()
 
@@ -81,7 +82,7 @@ def test_an_interrupt_between_steps_leaves_no_request_behind(oracles, place):
         llm.engine.worker.run = lambda step: signal.raise_signal(signal.SIGINT) or run(step)
         llm.engine.cancel = interrupting(cancel)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(prompts, use_tqdm=False)
+        llm.generate(prompts, greedy(), use_tqdm=False)
     assert len(calls) == (2 if place == "add" else 4)
     assert not schedulers.has_work
     assert not llm.engine._handles
