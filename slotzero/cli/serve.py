@@ -269,19 +269,16 @@ async def _serve(
     listener: socket.socket,
     address: str,
 ) -> None:
-    # uvicorn re-raises the signals that stopped it: they have no further effect here
+    # What uvicorn restores when it ends. An exit that has begun is not to be cut short, and a
+    # handler in Python would not last until the end of the interpreter.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _nothing)
+        signal.signal(number, signal.SIG_IGN)
     watching = asyncio.create_task(_watch(server, app, fleet, settings, listener, address))
     try:
         await server.serve(sockets=[listener])
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-
-
-def _nothing(number: int, frame: Any) -> None:
-    pass
 
 
 async def _watch(
