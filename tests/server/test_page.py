@@ -32,7 +32,7 @@ CHROMIUM = next(
 )
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium on this machine")
 NONE = "\u2013"
-PATIENCE = 30.0
+PATIENCE = 120.0
 PHONE, DESKTOP = (360, 740), (1280, 900)
 
 
