@@ -647,7 +647,14 @@ def test_cancelling_at_any_moment(
 ) -> None:
     engine = make(max_num_seqs=3, max_num_batched_tokens=16, max_model_len=200)
     asks, seen = mixed_asks(16)[1:4], set()
-    for moment in range(24):
+    wanted = {
+        (RequestStatus.WAITING, 0),
+        (RequestStatus.RUNNING, 0),
+        (RequestStatus.RUNNING, int(overlaps)),
+    }
+    for moment in [*range(24)] * 20:  # once, unless masks come too late for a step in flight
+        if moment == 0 and seen >= wanted:
+            break
         answers = [engine.add(f"{i}", p, params) for i, (_, p, params) in enumerate(asks)]
         for _ in range(moment):
             engine.step()
@@ -659,11 +666,7 @@ def test_cancelling_at_any_moment(
         for i, answer in enumerate(answers):
             had = len(answer.token_ids) if i == victim else None
             assert answer.token_ids == alone[i + 1][:had]
-    assert seen >= {
-        (RequestStatus.WAITING, 0),
-        (RequestStatus.RUNNING, 0),
-        (RequestStatus.RUNNING, int(overlaps)),
-    }
+    assert seen >= wanted
 
 
 def test_a_slot_forgets_the_grammar_of_its_last_owner(alone: Mapping[int, list[int]]) -> None:
