@@ -13,6 +13,7 @@ import pytest
 import torch
 from oracle import FAMILIES, VARIANTS, build
 from safetensors.torch import load_file, save_file
+from served import RANK_TIMEOUT
 from traced import prompts_of
 
 from slotzero import LLM, SamplingParams
@@ -259,7 +260,7 @@ def test_scales_of_another_rank_are_named(ran, job, rank):
 
 
 def test_ranks_that_pick_different_sizes_end(capfd):
-    llm = LLM("tiny:llama", tensor_parallel_size=2, rank_timeout=20, **TINY)
+    llm = LLM("tiny:llama", tensor_parallel_size=2, rank_timeout=RANK_TIMEOUT, **TINY)
     tell = llm.engine.rank_group.tell
 
     def tell_another(messages):
@@ -273,7 +274,7 @@ def test_ranks_that_pick_different_sizes_end(capfd):
 
 
 def test_an_error_on_rank_0_in_a_step_ends_the_others(monkeypatch):
-    llm = LLM("tiny:llama", tensor_parallel_size=2, rank_timeout=20, **TINY)
+    llm = LLM("tiny:llama", tensor_parallel_size=2, rank_timeout=RANK_TIMEOUT, **TINY)
     generate(llm)
     (pid,) = llm.engine.rank_group.pids
 
@@ -322,8 +323,8 @@ def generate(llm: LLM) -> list[list[int]]:
 def test_a_rank_that_is_killed_is_named(is_apart):
     alone = generate(LLM("tiny:llama", **TINY))
     llm = LLM(
-        "tiny:llama", tensor_parallel_size=2, enable_dp_attention=is_apart, rank_timeout=20,
-        speculative="eagle3", **TINY,
+        "tiny:llama", tensor_parallel_size=2, enable_dp_attention=is_apart,
+        rank_timeout=RANK_TIMEOUT, speculative="eagle3", **TINY,
     )  # fmt: skip
     assert generate(llm) == alone and llm.engine.speculation.num_drafts > 0
     (pid,) = llm.engine.rank_group.pids
@@ -331,7 +332,7 @@ def test_a_rank_that_is_killed_is_named(is_apart):
     start = time.monotonic()
     with pytest.raises(RankLostError, match=rf"rank 1 \(process {pid}\) was killed by signal 9"):
         generate(llm)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < RANK_TIMEOUT
     llm.engine.rank_group.close()
 
 

@@ -33,7 +33,8 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("llguidance")
 
-# Four letters are fine; then llguidance must expand the million, and gives up.
+# Four letters are fine; then llguidance must expand the million, and gives up. On a busy machine
+# that takes longer than the default grammar_timeout.
 ENDLESS = {"regex": "(a|b){4}c{1000000}"}
 ENDLESS_ERROR = (
     "structured_outputs: regex: the answer cannot continue "
@@ -332,7 +333,7 @@ def test_without_llguidance_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return make(max_num_seqs=8, skip_tokenizer_init=False)
+    return make(max_num_seqs=8, skip_tokenizer_init=False, grammar_timeout=60.0)
 
 
 def ask(
@@ -477,7 +478,7 @@ def test_a_stop_condition_ends_an_answer_before_its_grammar_fails(engine: Engine
 def test_a_grammar_that_fails_while_its_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request is preempted while the sample that exceeds the limits is in flight."""
     monkeypatch.setattr(Worker, "overlaps", True)
-    engine = make(max_num_seqs=8, skip_tokenizer_init=False)
+    engine = make(max_num_seqs=8, skip_tokenizer_init=False, grammar_timeout=60.0)
     answer = engine.add("one", [1], shaped(ENDLESS))
     while len(answer.token_ids) < 4 or not answer.request.num_in_flight:
         assert not answer.finished
@@ -711,7 +712,8 @@ def test_n_answers_and_streams() -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("tiny:llama", backend="eager", show_progress=False, max_num_seqs=4)
+    settings: Any = {"max_num_seqs": 4, "grammar_timeout": 60.0}
+    return LLM("tiny:llama", backend="eager", show_progress=False, **settings)
 
 
 def test_a_grammar_that_fails_does_not_lose_the_batch(llm: LLM) -> None:

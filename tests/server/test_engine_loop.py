@@ -204,7 +204,7 @@ def test_a_failed_grammar_is_reported_as_a_refusal_after_its_tokens(
 ) -> None:
     """It affects no other request, and does not count as a failure of the engine."""
     pytest.importorskip("llguidance")
-    desk = make_desk()
+    desk = make_desk(grammar_timeout=60.0)
     endless = greedy(20, structured_outputs={"regex": "(a|b){4}c{1000000}"})
     messages = desk.turn(Add("bad", prompt_of(5), endless), Add("good", prompt_of(5), greedy(30)))
     messages += desk.finish()
