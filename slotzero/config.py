@@ -92,7 +92,7 @@ class EngineConfig:
     """DP attention: each of the tensor_parallel_size devices has its own requests, up to
     max_num_seqs, and computes their attention alone; only MLPs and experts are split."""
     rank_timeout: float = 60.0
-    """Seconds that one device waits for another before the engine fails."""
+    """Seconds that one running device waits for another before the engine fails."""
     nnodes: int = 1
     """Number of machines over which the devices are distributed evenly. Run the same command on all
     machines, with the same secret in SLOTZERO_KEY, and a different --node-rank on each."""

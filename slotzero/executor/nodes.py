@@ -25,7 +25,7 @@ from slotzero import __version__
 from slotzero.config import EngineConfig
 from slotzero.distributed import secure_socket
 from slotzero.errors import ConfigError, RankLostError
-from slotzero.executor.rank_group import Rendezvous
+from slotzero.executor.rank_group import START_TIMEOUT, Rendezvous
 from slotzero.system.child import ending
 
 LISTENER = "SLOTZERO_LISTENER"
@@ -219,11 +219,11 @@ class Nodes:
     def _await_ranks(self) -> dict[int, Connection]:
         config, ranks = self._config, dict[int, Connection]()
         expected = range(config.ranks_per_node, config.tensor_parallel_size)
-        until = time.monotonic() + config.rank_timeout
+        until = time.monotonic() + START_TIMEOUT
         while missing := sorted(set(expected) - set(ranks)):
             lost = self.lost()
             if lost or time.monotonic() > until:
-                late = f"rank {missing[0]} did not connect within {config.rank_timeout:g} s"
+                late = f"rank {missing[0]} did not connect within {START_TIMEOUT:g} s"
                 raise RankLostError(lost or late)
             connection = secure_socket.accept(self._listener, self._key, _POLL)
             if connection is None:

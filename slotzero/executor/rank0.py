@@ -26,7 +26,7 @@ from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.errors import ConfigError, RankLostError
 from slotzero.executor.limits import choose_backend
 from slotzero.executor.nodes import Nodes
-from slotzero.executor.rank_group import RankGroup, RemoteRanks, Rendezvous
+from slotzero.executor.rank_group import START_TIMEOUT, RankGroup, RemoteRanks, Rendezvous
 from slotzero.executor.step_message import Message
 from slotzero.models.implementation import parse_model
 from slotzero.models.model import ModelShape
@@ -114,7 +114,7 @@ class Rank0(RemoteRanks):
             for connection in self._connections.values():
                 connection.send((rendezvous, config, task))
                 secure_socket.wait_at_most(connection, config.rank_timeout, [socket.SO_SNDTIMEO])
-            self._await_others(config.rank_timeout)
+            self._await_others()
             self.ranks = rendezvous.join(
                 0,
                 device,
@@ -189,14 +189,15 @@ class Rank0(RemoteRanks):
             self._processes[rank] = child.start(child.FOLLOWER, words, [fd], threads)
         self._connections[rank] = Connection(parent_end.detach())
 
-    def _await_others(self, seconds: float) -> None:
+    def _await_others(self) -> None:
         """Wait until each rank has reported that it is ready; raise at once if a rank ends."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + START_TIMEOUT
         for connection in self._connections.values():
             while not connection.poll(0.1):
                 lost = self._lost(0.0)
                 if lost or time.monotonic() > deadline:
-                    raise RankLostError(lost or f"a rank did not start within {seconds:g} s")
+                    late = f"a rank did not start within {START_TIMEOUT:g} s"
+                    raise RankLostError(lost or late)
             connection.recv()
 
     def _lost(self, seconds: float) -> str:

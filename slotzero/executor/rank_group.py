@@ -23,6 +23,9 @@ from slotzero.graph.transfer import Arriving
 LOOPBACK = "lo"  # all ranks are on this machine
 INTERFACE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # ioctl of Linux: the address of an interface
+START_TIMEOUT = 300.0
+"""Seconds for a rank to start: a slow disk may take minutes to deliver torch. A rank that ends is
+noticed at once."""
 
 
 class RankGroup:

@@ -31,7 +31,7 @@ SETTINGS = {  # for an engine that starts quickly
     "show_progress": False,
 }
 PATIENCE = 300.0  # seconds; a machine that runs tests is busy
-RANK_TIMEOUT = 120.0  # also for the start of a rank
+RANK_TIMEOUT = 60.0
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 # a chat template with tools, because tiny models have none
 TEMPLATE = (
