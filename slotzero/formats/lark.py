@@ -1,7 +1,7 @@
-"""Rules of one grammar in llguidance's Lark, with names that the grammar makes up itself.
+"""A grammar in llguidance's dialect of Lark, built rule by rule: r0, r1 and so on.
 
-This module knows no formats. The rule: text from requests is always written as a literal or as
-JSON, so it cannot add rules.
+This module knows no formats of answers. The rule: text from requests is written only as a quoted
+literal, as JSON or as one regular expression, so it cannot add rules of its own.
 """
 
 import json
@@ -26,10 +26,11 @@ class LarkRules:
         """Return the grammar whose start rule is this."""
         return "\n".join([f"start: {start}", *self._rules])
 
-    def rule(self, body: str, options: str = "") -> str:
-        """Add a rule, and return its name."""
+    def rule(self, body: str, suffix: str = "") -> str:
+        """Add a rule, and return its name. What it matches ends with the first `suffix`, if any."""
         name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
+        attribute = f"[suffix={literal(suffix)}]" if suffix else ""
+        self._rules.append(f"{name}{attribute}: {body}")
         self._num_chars += len(self._rules[-1])
         if self._num_chars > MAX_GRAMMAR_LEN:
             raise RequestError(
@@ -49,7 +50,7 @@ class LarkRules:
         if isinstance(first, int):
             found = self.rule(f"{pattern} <[{first}]>")
         else:
-            found = self.rule(pattern, f"[suffix={literal(first)}]")
+            found = self.rule(pattern, suffix=first)
         return " ".join([found, *map(_piece, rest)])
 
 

@@ -8,27 +8,19 @@ is not checked. A thinking budget is not enforced: max_tokens limits reasoning a
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from slotzero.errors import RequestError
-from slotzero.server.chat_messages import RequestModel
-from slotzero.server.conversation import (
-    ANY,
-    Conversation,
-    Structure,
-    TemplateOptions,
-    ToolSpec,
-    ToolUse,
-)
+from slotzero.server.chat_messages import RequestModel, ToolName, check_types
+from slotzero.server.conversation import ANY, Conversation, Structure, TemplateOptions, ToolUse
 from slotzero.server.protocol import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, StopString, refuse_values
 from slotzero.server.tools import (
-    check_choice,
-    check_names,
-    check_schema,
     joined_system,
     template_call,
+    tool_spec,
+    tool_use,
     with_reasoning,
 )
 
@@ -39,19 +31,26 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),
 }
-_BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+BlockType = Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+
+
+class TextBlock(RequestModel):
+    type: Literal["text"]
+    text: str
+    citations: None = None
+    cache_control: dict[str, Any] | None = None
 
 
 class Block(RequestModel):
     """A block of any type; which fields it has follows from the type."""
 
-    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    type: BlockType
     text: str | None = None
     id: str | None = None
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    name: ToolName | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: "str | list[Block] | None" = None
+    content: str | list[TextBlock] | None = None
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None
@@ -67,7 +66,7 @@ class TurnMessage(RequestModel):
 
 
 class AnthropicTool(RequestModel):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: ToolName
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
     description: str | None = None
@@ -98,15 +97,18 @@ class OutputConfig(RequestModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-def _refuse_kinds(given: Any) -> Any:
-    """Refuse blocks of other types by name, before a union of all types fails."""
+def _check_system(given: Any) -> Any:
+    check_types(given, ("text",), "system")
+    return given
+
+
+def _check_messages(given: Any) -> Any:
     for i, message in enumerate(given if isinstance(given, list) else ()):
         content = message.get("content") if isinstance(message, dict) else None
+        check_types(content, get_args(BlockType), f"messages[{i}].content")
         for j, block in enumerate(content if isinstance(content, list) else ()):
-            kind = block.get("type") if isinstance(block, dict) else None
-            if isinstance(kind, str) and kind not in _BLOCKS:
-                where = f"messages[{i}].content[{j}].type"
-                raise RequestError(f"{where}: {kind[:40]!r} is not supported", where)
+            if isinstance(block, dict):  # a tool result has content of its own
+                check_types(block.get("content"), ("text",), f"messages[{i}].content[{j}].content")
     return given
 
 
@@ -117,9 +119,9 @@ class CountRequest(RequestModel):
     messages: Annotated[
         list[TurnMessage],
         Field(min_length=1, max_length=MAX_MESSAGES),
-        BeforeValidator(_refuse_kinds),
+        BeforeValidator(_check_messages),
     ]
-    system: str | list[Block] | None = None
+    system: Annotated[str | list[TextBlock] | None, BeforeValidator(_check_system)] = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -156,8 +158,7 @@ class MessagesRequest(CountRequest):
 def messages_conversation(body: CountRequest) -> Conversation:
     given: dict[str, Any] = {}
     if isinstance(body, MessagesRequest):
-        names = ("max_tokens", "temperature", "top_k", "top_p")
-        given = {name: value for name in names if (value := getattr(body, name)) is not None}
+        given = body.given(("max_tokens", "temperature", "top_k", "top_p"))
         if body.stop_sequences:
             given["stop"] = body.stop_sequences
     system = [] if body.system is None else [_text(body.system)]
@@ -205,22 +206,16 @@ def _structure(body: CountRequest) -> Structure | None:
 def _tools(body: CountRequest) -> ToolUse:
     specs = []
     for i, tool in enumerate(body.tools or ()):
-        check_schema(tool.input_schema, f"tools[{i}].input_schema")
-        function: dict[str, Any] = {"name": tool.name}
-        if tool.description is not None:
-            function["description"] = tool.description
-        function["parameters"] = tool.input_schema
-        shown = {"type": "function", "function": function}
-        specs.append(ToolSpec(tool.name, tool.input_schema, bool(tool.strict), shown))
-    check_names([spec.name for spec in specs], "tools")
-    choice = body.tool_choice
-    if choice is None:
-        return ToolUse(specs)
-    is_parallel = not choice.disable_parallel_tool_use
-    if choice.name is not None:
-        check_choice(choice.name, specs, "tool_choice.name")
-        return ToolUse(specs, "named", choice.name, is_parallel)
-    return ToolUse(specs, "required" if choice.type == "any" else choice.type, "", is_parallel)
+        function = tool.given(("name", "description")) | {"parameters": tool.input_schema}
+        specs.append(tool_spec(function, tool.strict, f"tools[{i}].input_schema"))
+    choice = body.tool_choice or ToolChoice(type="auto")
+    return tool_use(
+        specs,
+        "required" if choice.type == "any" else choice.type,
+        choice.name,
+        is_parallel=not choice.disable_parallel_tool_use,
+        name_field="tool_choice.name",
+    )
 
 
 def _messages(place: int, turn: TurnMessage) -> list[dict[str, Any]]:
@@ -236,12 +231,9 @@ def _messages(place: int, turn: TurnMessage) -> list[dict[str, Any]]:
             case "thinking":
                 thought += _needed(block.thinking, f"{where}.thinking")
             case "tool_use":
-                call_id, name = (_needed(block.id, f"{where}.id"), block.name)
-                calls.append(
-                    template_call(
-                        f"{where}.input", call_id, _needed(name, f"{where}.name"), block.input or {}
-                    )
-                )
+                call_id = _needed(block.id, f"{where}.id")
+                name = _needed(block.name, f"{where}.name")
+                calls.append(template_call(f"{where}.input", call_id, name, block.input or {}))
             case "tool_result":
                 call_id = _needed(block.tool_use_id, f"{where}.tool_use_id")
                 content = _text(block.content or "")
@@ -268,10 +260,7 @@ def _needed(value: str | None, where: str) -> str:
     return value
 
 
-def _text(content: str | Sequence[Block]) -> str:
+def _text(content: str | Sequence[TextBlock]) -> str:
     if isinstance(content, str):
         return content
-    for block in content:
-        if block.type != "text":
-            raise RequestError(f"content: a block of type {block.type!r} is not supported here")
-    return "\n".join(block.text or "" for block in content)
+    return "\n".join(block.text for block in content)

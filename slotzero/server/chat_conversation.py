@@ -9,7 +9,7 @@ from slotzero.errors import RequestError
 from slotzero.server.conversation import Conversation, TemplateOptions
 from slotzero.server.generation_requests import sampling_of, structure_of
 from slotzero.server.protocol import ChatRequest, TokenizeRequest
-from slotzero.server.tools import template_messages, template_variables, tool_use
+from slotzero.server.tools import function_tools, template_messages, template_variables
 
 
 def chat_conversation(body: ChatRequest, *, trusts_templates: bool) -> Conversation:
@@ -31,7 +31,7 @@ def chat_conversation(body: ChatRequest, *, trusts_templates: bool) -> Conversat
     return Conversation(
         messages=template_messages(body.messages),
         sampling=given,
-        tools=tool_use(body.tools, body.tool_choice, body.parallel_tool_calls),
+        tools=function_tools(body.tools, body.tool_choice, body.parallel_tool_calls),
         template=TemplateOptions(
             variables=_variables(body),
             effort=body.reasoning_effort,
@@ -52,7 +52,7 @@ def shown_conversation(body: TokenizeRequest) -> Conversation:
     return Conversation(
         messages=template_messages(body.messages or []),
         sampling={},
-        tools=tool_use(body.tools, None, None),
+        tools=function_tools(body.tools),
         template=TemplateOptions(
             variables=template_variables(body.chat_template_kwargs),
             add_generation_prompt=body.add_generation_prompt,

@@ -3,9 +3,12 @@
 conversation.py has what becomes of them, and answer_plan.py how they are written into a prompt.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from slotzero.errors import RequestError
 
 
 class RequestModel(BaseModel):
@@ -13,9 +16,25 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
+    def given(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return those of these fields that are not None."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def check_types(parts: Any, allowed: Sequence[str], where: str) -> None:
+    """Refuse a part of another type by its name, before a union of all types fails."""
+    for i, part in enumerate(parts if isinstance(parts, list) else ()):
+        if isinstance(part, dict) and part.get("type", allowed[0]) not in allowed:
+            kind, field = str(part["type"])[:40], f"{where}[{i}].type"
+            rule = f"only {', '.join(allowed)} {'is' if len(allowed) == 1 else 'are'}"
+            raise RequestError(f"{field}: {kind!r} is not supported, {rule}", field)
+
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
 
 class Function(RequestModel):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -82,7 +82,7 @@ def check_choices(body: GenerationFields, num_prompts: int) -> None:
 
 def sampling_of(body: GenerationFields) -> dict[str, Any]:
     """Return the sampling parameters that a request sets."""
-    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    given = body.given(_SAME_NAME)
     if body.logit_bias:
         given["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
     if body.stop:

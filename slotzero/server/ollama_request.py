@@ -13,7 +13,7 @@ from slotzero.errors import RequestError
 from slotzero.server.chat_messages import RequestModel, Tool
 from slotzero.server.conversation import ANY, Conversation, Structure, TemplateOptions
 from slotzero.server.protocol import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, StopString
-from slotzero.server.tools import joined_system, template_call, tool_use, with_reasoning
+from slotzero.server.tools import function_tools, joined_system, template_call, with_reasoning
 
 _OPTIONS: Mapping[str, str] = {
     "temperature": "temperature",
@@ -91,16 +91,16 @@ class OllamaGenerateRequest(_Fields):
 def ollama_conversation(body: OllamaChatRequest | OllamaGenerateRequest) -> Conversation:
     if isinstance(body, OllamaChatRequest):
         messages = [_message(i, message) for i, message in enumerate(body.messages)]
-        tools, field = tool_use(body.tools, None, None), "messages"
+        tools, field = body.tools, "messages"
     else:
         messages = [{"role": "user", "content": body.prompt}]
         if body.system is not None:
             messages.insert(0, {"role": "system", "content": body.system})
-        tools, field = tool_use(None, None, None), "prompt"
+        tools, field = None, "prompt"
     return Conversation(
         messages=joined_system([], messages),
         sampling=_sampling(body.options or Options()),
-        tools=tools,
+        tools=function_tools(tools),
         template=TemplateOptions(effort=_effort(body.think)),
         structure=_structure(body.format),
         names={
@@ -131,11 +131,7 @@ def _message(place: int, message: OllamaMessage) -> dict[str, Any]:
 
 
 def _sampling(options: Options) -> dict[str, Any]:
-    given = {
-        ours: value
-        for theirs, ours in _OPTIONS.items()
-        if (value := getattr(options, theirs)) is not None
-    }
+    given = {_OPTIONS[name]: value for name, value in options.given(_OPTIONS).items()}
     limit = options.num_predict
     return given | {"max_tokens": None if limit is None or limit < 0 else limit}
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slotzero.errors import RequestError
 from slotzero.sampling.params import MAX_LOGIT_BIAS
-from slotzero.server.chat_messages import Message, NamedTool, RequestModel, Tool
+from slotzero.server.chat_messages import Message, NamedTool, RequestModel, Tool, check_types
 from slotzero.text.chat_template import NOT_BOTH
 
 MAX_ANSWERS = 128
@@ -94,14 +94,9 @@ def _check_stops(stop: str | list[str] | None) -> str | list[str] | None:
 
 
 def _refuse_media(messages: Any) -> Any:
-    """Refuse content that is not text by its type, before the union of all types fails."""
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
-        content = message.get("content") if isinstance(message, dict) else None
-        for j, part in enumerate(content if isinstance(content, list) else ()):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                where = f"messages[{i}].content[{j}].type"
-                raise RequestError(f"{where}: {kind[:40]!r} is not supported, only text is", where)
+        if isinstance(message, dict):
+            check_types(message.get("content"), ("text",), f"messages[{i}].content")
     return messages
 
 

@@ -6,27 +6,20 @@ value requests what happens anyway.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from slotzero.errors import RequestError
-from slotzero.server.chat_messages import RequestModel
-from slotzero.server.conversation import (
-    Conversation,
-    Structure,
-    TemplateOptions,
-    ToolSpec,
-    ToolUse,
-)
+from slotzero.server.chat_messages import RequestModel, ToolName, check_types
+from slotzero.server.conversation import Conversation, Structure, TemplateOptions, ToolUse
 from slotzero.server.protocol import MAX_MESSAGES, MAX_TOOLS, Effort, refuse_values
 from slotzero.server.tools import (
-    check_choice,
-    check_names,
-    check_schema,
     joined_system,
     template_call,
     template_variables,
+    tool_spec,
+    tool_use,
     with_reasoning,
 )
 
@@ -45,16 +38,17 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty",
 )  # fmt: skip
 
 
+PartType = Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
+
+
 class Part(RequestModel):
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
+    type: PartType
     text: str = ""
     refusal: str | None = None
     annotations: list[Any] | None = None
@@ -73,7 +67,7 @@ class MessageItem(RequestModel):
 class CallItem(RequestModel):
     type: Literal["function_call"]
     call_id: str
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: ToolName
     arguments: str
     id: str | None = None
     status: str | None = None
@@ -96,42 +90,27 @@ class ReasoningItem(RequestModel):
     encrypted_content: str | None = None
 
 
-def _kind(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind or "message"
+AnyItem = MessageItem | CallItem | ResultItem | ReasoningItem
+Item = Annotated[AnyItem, Field(discriminator="type")]
+_ITEM_TYPES = [get_args(one.model_fields["type"].annotation)[0] for one in get_args(AnyItem)]
 
 
-Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[ResultItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind),
-]
-
-
-def _refuse_kinds(given: Any) -> Any:
-    """Refuse items and parts of other types by name, before the union of all types fails."""
-    for i, item in enumerate(given if isinstance(given, list) else ()):
-        if not isinstance(item, dict):
-            continue
-        if _kind(item) not in _ITEMS:
-            where = f"input[{i}].type"
-            raise RequestError(f"{where}: {str(_kind(item))[:40]!r} is not supported", where)
+def _checked_items(given: Any) -> Any:
+    """Return items with their types: an item without one is a message."""
+    if not isinstance(given, list):
+        return given
+    items = [{"type": "message"} | item if isinstance(item, dict) else item for item in given]
+    check_types(items, _ITEM_TYPES, "input")
+    for i, item in enumerate(items):
         for name in ("content", "output"):
-            parts = item.get(name)
-            for j, part in enumerate(parts if isinstance(parts, list) else ()):
-                kind = part.get("type") if isinstance(part, dict) else None
-                if isinstance(kind, str) and kind not in _PARTS:
-                    where = f"input[{i}].{name}[{j}].type"
-                    what = f"{kind[:40]!r} is not supported, only text is"
-                    raise RequestError(f"{where}: {what}", where)
-    return given
+            parts = item.get(name) if isinstance(item, dict) else None
+            check_types(parts, get_args(PartType), f"input[{i}].{name}")
+    return items
 
 
 class FunctionTool(RequestModel):
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -167,7 +146,7 @@ class StreamOptions(RequestModel):
 
 class ResponsesRequest(RequestModel):
     input: Annotated[
-        str | Annotated[list[Item], Field(max_length=MAX_MESSAGES)], BeforeValidator(_refuse_kinds)
+        str | Annotated[list[Item], Field(max_length=MAX_MESSAGES)], BeforeValidator(_checked_items)
     ] = ""
     model: str | None = None
     instructions: str | None = None
@@ -265,10 +244,9 @@ def responses_conversation(
 ) -> Conversation:
     """`messages`: those of earlier responses, and the input."""
     system = [] if body.instructions is None else [body.instructions]
-    given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     return Conversation(
         messages=joined_system(system, messages),
-        sampling=given | {"max_tokens": body.max_output_tokens},
+        sampling=body.given(_SAMPLING) | {"max_tokens": body.max_output_tokens},
         tools=_tools(body),
         template=TemplateOptions(
             variables=template_variables(body.chat_template_kwargs),
@@ -284,18 +262,18 @@ def responses_conversation(
 
 
 def _tools(body: ResponsesRequest) -> ToolUse:
-    specs = []
-    for i, tool in enumerate(body.tools or ()):
-        check_schema(tool.parameters, f"tools[{i}].parameters")
-        function = tool.model_dump(exclude_unset=True, exclude={"type"})
-        shown = {"type": "function", "function": function}
-        specs.append(ToolSpec(tool.name, tool.parameters, bool(tool.strict), shown))
-    check_names([spec.name for spec in specs], "tools")
-    is_parallel = body.parallel_tool_calls is not False
-    if isinstance(body.tool_choice, ChosenFunction):
-        check_choice(body.tool_choice.name, specs, "tool_choice")
-        return ToolUse(specs, "named", body.tool_choice.name, is_parallel)
-    return ToolUse(specs, body.tool_choice or "auto", "", is_parallel)
+    specs = [
+        tool_spec(
+            tool.model_dump(exclude_unset=True, exclude={"type"}),
+            tool.strict,
+            f"tools[{i}].parameters",
+        )
+        for i, tool in enumerate(body.tools or ())
+    ]
+    choice, is_parallel = body.tool_choice, body.parallel_tool_calls
+    if isinstance(choice, ChosenFunction):
+        return tool_use(specs, name=choice.name, is_parallel=is_parallel)
+    return tool_use(specs, choice, is_parallel=is_parallel)
 
 
 def _structure(body: ResponsesRequest) -> Structure | None:

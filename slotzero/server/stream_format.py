@@ -5,7 +5,8 @@ its path, whichever part of the server refuses the request.
 """
 
 import json
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 from slotzero.server.status import HttpStatus, error_body
@@ -15,6 +16,8 @@ _ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
@@ -22,106 +25,69 @@ _ANTHROPIC_KINDS = {
 }
 
 
-class Shape(ABC):
+@final
+@dataclass(frozen=True)
+class Shape:
     """How one API writes events and errors."""
 
     media_type: str
-    done: bytes
+    written: Callable[[bytes, str], bytes]
+    """Writes an event of a stream, from its data and its name."""
+    error: Callable[[HttpStatus, str, str | None], dict[str, Any]]
+    """Makes the body of an error, from its status, message and field."""
+    done: bytes = b""
     """What ends a stream."""
+    has_numbers: bool = False
+    """Whether every event of a stream has its number."""
 
-    @abstractmethod
     def event(self, data: bytes, name: str = "") -> bytes:
         """Return one event of a stream."""
+        return self.written(data, name)
 
-    @abstractmethod
-    def error(self, status: HttpStatus, message: str, param: str | None) -> dict[str, Any]:
-        """Return the body of an error reply."""
-
-    @abstractmethod
-    def stream_error(self, status: HttpStatus, message: str, param: str | None) -> bytes:
-        """Return the event of an error within a stream."""
-
-
-@final
-class OpenAiShape(Shape):
-    media_type = "text/event-stream"
-    done = b"data: [DONE]\n\n"
-
-    def event(self, data: bytes, name: str = "") -> bytes:
-        return b"data: " + data + b"\n\n"
-
-    def error(self, status: HttpStatus, message: str, param: str | None) -> dict[str, Any]:
-        return error_body(status, message, param)
-
-    def stream_error(self, status: HttpStatus, message: str, param: str | None) -> bytes:
-        return self.event(json_bytes(self.error(status, message, param)))
-
-
-@final
-class NamedEvents(Shape):
-    """OpenAI's Responses: named events, and the same errors as all of OpenAI's routes."""
-
-    media_type = "text/event-stream"
-    done = b""
-
-    def event(self, data: bytes, name: str = "") -> bytes:
-        return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
-
-    def error(self, status: HttpStatus, message: str, param: str | None) -> dict[str, Any]:
-        return error_body(status, message, param)
-
-    def stream_error(self, status: HttpStatus, message: str, param: str | None) -> bytes:
-        inner = self.error(status, message, param)["error"]
-        body = {
-            "type": "error",
-            "code": inner["code"] or inner["type"],
-            "message": inner["message"],
-            "param": param,
-            "sequence_number": 0,
-        }
+    def stream_error(
+        self, status: HttpStatus, message: str, param: str | None, num_sent: int
+    ) -> bytes:
+        """Return the event of an error within a stream, after `num_sent` events."""
+        body = self.error(status, message, param)
+        if self.has_numbers:
+            body["sequence_number"] = num_sent
         return self.event(json_bytes(body), "error")
 
 
-@final
-class AnthropicShape(Shape):
-    media_type = "text/event-stream"
-    done = b""
-
-    def event(self, data: bytes, name: str = "") -> bytes:
-        return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
-
-    def error(self, status: HttpStatus, message: str, param: str | None) -> dict[str, Any]:
-        text = error_body(status, message, param)["error"]["message"]
-        kind = _ANTHROPIC_KINDS.get(status.code, "api_error")
-        if status.code in (405, 408):
-            kind = "invalid_request_error"
-        return {"type": "error", "error": {"type": kind, "message": text}}
-
-    def stream_error(self, status: HttpStatus, message: str, param: str | None) -> bytes:
-        return self.event(json_bytes(self.error(status, message, param)), "error")
+def _data_event(data: bytes, name: str) -> bytes:
+    return b"data: " + data + b"\n\n"
 
 
-@final
-class OllamaShape(Shape):
-    media_type = "application/x-ndjson"
-    done = b""
-
-    def event(self, data: bytes, name: str = "") -> bytes:
-        return data + b"\n"
-
-    def error(self, status: HttpStatus, message: str, param: str | None) -> dict[str, Any]:
-        return {"error": error_body(status, message, param)["error"]["message"]}
-
-    def stream_error(self, status: HttpStatus, message: str, param: str | None) -> bytes:
-        return self.event(json_bytes(self.error(status, message, param)))
+def _named_event(data: bytes, name: str) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
 
-OPENAI, RESPONSES, ANTHROPIC, OLLAMA = (
-    OpenAiShape(),
-    NamedEvents(),
-    AnthropicShape(),
-    OllamaShape(),
-)
+def _line(data: bytes, name: str) -> bytes:
+    return data + b"\n"
+
+
+def _responses_error(status: HttpStatus, message: str, param: str | None) -> dict[str, Any]:
+    inner = error_body(status, message, param)["error"]
+    code = inner["code"] or inner["type"]
+    return {"type": "error", "code": code, "message": inner["message"], "param": param}
+
+
+def _anthropic_error(status: HttpStatus, message: str, param: str | None) -> dict[str, Any]:
+    text = error_body(status, message, param)["error"]["message"]
+    kind = _ANTHROPIC_KINDS.get(status.code, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": text}}
+
+
+def _ollama_error(status: HttpStatus, message: str, param: str | None) -> dict[str, Any]:
+    return {"error": error_body(status, message, param)["error"]["message"]}
+
+
+_EVENTS = "text/event-stream"
+OPENAI = Shape(_EVENTS, _data_event, error_body, done=b"data: [DONE]\n\n")
+RESPONSES = Shape(_EVENTS, _named_event, _responses_error, has_numbers=True)
+"""The streams of OpenAI's Responses; whole replies of its routes have the shape OPENAI."""
+ANTHROPIC = Shape(_EVENTS, _named_event, _anthropic_error)
+OLLAMA = Shape("application/x-ndjson", _line, _ollama_error)
 
 
 def shape_of(path: str) -> Shape:

@@ -118,10 +118,12 @@ async def events(
     refused: Callable[[int], None],
 ) -> AsyncGenerator[bytes, None]:
     delta: TextDelta | None = first
+    num_sent = 0
     try:
         async with aclosing(deltas):
             while delta is not None:
                 for chunk in writer.chunks(delta, generation):
+                    num_sent += 1
                     yield chunk
                 if writer.is_enough(delta.index):
                     generation.end(delta.index)
@@ -129,13 +131,14 @@ async def events(
         if watcher is not None:
             await watcher.finish(generation)
         for chunk in writer.last_chunks(generation):
+            num_sent += 1
             yield chunk
     except Exception as error:
         status, message, param = error_parts(error)
         if status is BUG:
             log.exception("a streamed reply failed")
         refused(status.code)
-        yield writer.shape.stream_error(status, message, param)
+        yield writer.shape.stream_error(status, message, param, num_sent)
     if writer.shape.done:
         yield writer.shape.done
 

@@ -1,4 +1,4 @@
-"""Tools of chat completions, and messages for chat templates: from the client's form to ours.
+"""Tools of all APIs, and messages for chat templates: from the client's form to ours.
 
 This module knows chat's request models. The rule: a tool whose schema cannot be one is refused
 here, even where nothing enforces it.
@@ -16,39 +16,53 @@ from slotzero.text.chat_template import reserved_variable, template_message
 MAX_SCHEMA_DEPTH = 64
 
 
-def tool_use(
-    tools: Sequence[Tool] | None, choice: str | NamedTool | None, is_parallel: bool | None
+def function_tools(
+    tools: Sequence[Tool] | None,
+    choice: str | NamedTool | None = None,
+    is_parallel: bool | None = None,
 ) -> ToolUse:
-    specs = [_spec(i, tool) for i, tool in enumerate(tools or ())]
-    check_names([spec.name for spec in specs], "tools")
-    name = ""
+    """Return the tools in the form of chat completions."""
+    specs = [
+        tool_spec(
+            tool.function.model_dump(exclude_unset=True),
+            tool.function.strict,
+            f"tools[{i}].function.parameters",
+        )
+        for i, tool in enumerate(tools or ())
+    ]
     if isinstance(choice, NamedTool):
-        name = choice.function.name
-        check_choice(name, specs, "tool_choice")
-    kind = "named" if name else choice
-    assert kind is None or isinstance(kind, str)
-    return ToolUse(specs, kind or "auto", name, is_parallel is not False)
+        return tool_use(specs, name=choice.function.name, is_parallel=is_parallel)
+    return tool_use(specs, choice, is_parallel=is_parallel)
 
 
-def _spec(place: int, tool: Tool) -> ToolSpec:
-    function = tool.function
-    check_schema(function.parameters, f"tools[{place}].function.parameters")
-    shown = tool.model_dump(exclude_unset=True)
-    return ToolSpec(function.name, function.parameters, bool(function.strict), shown)
+def tool_spec(function: dict[str, Any], is_strict: bool | None, where: str) -> ToolSpec:
+    """`function`: as chat templates expect it. `where`: the client's field of its schema."""
+    schema = function.get("parameters")
+    _check_schema(schema, where)
+    shown = {"type": "function", "function": function}
+    return ToolSpec(function["name"], schema, bool(is_strict), shown)
 
 
-def check_names(names: Sequence[str], field: str) -> None:
+def tool_use(
+    specs: Sequence[ToolSpec],
+    choice: str | None = None,
+    name: str | None = None,
+    *,
+    is_parallel: bool | None,
+    name_field: str = "tool_choice",
+) -> ToolUse:
+    """`name`: the tool that must be called. `name_field`: the client's field of it."""
+    names = [spec.name for spec in specs]
     doubled = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if doubled is not None:
-        raise RequestError(f"{field}: two tools have the name {doubled!r}", field)
+        raise RequestError(f"tools: two tools have the name {doubled!r}", "tools")
+    if name is not None and name not in names:
+        raise RequestError(f"{name_field}: {name[:64]!r} is not one of the tools", name_field)
+    kind = (choice or "auto") if name is None else "named"
+    return ToolUse(specs, kind, name or "", is_parallel is not False)
 
 
-def check_choice(name: str, specs: Sequence[ToolSpec], field: str) -> None:
-    if all(spec.name != name for spec in specs):
-        raise RequestError(f"{field}: {name[:64]!r} is not one of the tools", field)
-
-
-def check_schema(schema: Mapping[str, Any] | None, where: str) -> None:
+def _check_schema(schema: Mapping[str, Any] | None, where: str) -> None:
     """Refuse what cannot be the JSON schema of a function's arguments."""
     if schema is None:
         return

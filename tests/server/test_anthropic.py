@@ -178,6 +178,12 @@ def test_errors_have_anthropics_shape() -> None:
          "tool_choice.name"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 5},
          "messages[0].content[0].type: 'image' is not supported"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}]}],
+          "max_tokens": 5},
+         "messages[0].content[0].content[0].type: 'image' is not supported, only text is"),
+        ({"messages": USER, "max_tokens": 5, "system": [{"type": "tool_use"}]},
+         "system[0].type: 'tool_use' is not supported, only text is"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f",
                                                      "input": {}}]}], "max_tokens": 5},
          "only the assistant thinks and uses tools"),

@@ -192,6 +192,18 @@ def test_a_stream_can_be_cancelled() -> None:
     assert len(fake.closed) == 1
 
 
+def test_an_error_within_a_stream_has_the_next_number() -> None:
+    body = {"input": "Hi", "stream": True}
+    reply = ask(FakeClient("Hello", dies_at=2, pace=0.01), "/v1/responses", body)
+    *events, end = (event.partition("\ndata: ") for event in reply.text.split("\n\n"))
+    bodies = [json.loads(data) for _, _, data in events]
+    assert end == ("", "", "")
+    assert [body["sequence_number"] for body in bodies] == list(range(len(bodies)))
+    name, last = events[-1][0], bodies[-1]
+    assert (name, last["type"], last["code"]) == ("event: error", "error", "engine_died")
+    assert last["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -200,6 +212,8 @@ def test_a_stream_can_be_cancelled() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0].type"),
+        ({"input": [{"type": None, "role": "user", "content": "x"}]}, "input[0].type"),
+        ({"input": [{"type": {}, "role": "user", "content": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "no"}]},
          "input[0].arguments"),
