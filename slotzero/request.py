@@ -53,8 +53,7 @@ class Request:
     max_len: int
     """Length of the prompt plus max_tokens, at most the context length."""
     grammar: Grammar | None = None
-    """Grammar state after the committed tokens. With a grammar, a sample needs the mask that
-    follows from the previous sample, so only one sample may be in flight."""
+    """Grammar state after the committed tokens."""
 
     output_token_ids: list[int] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
@@ -90,8 +89,14 @@ class Request:
 
     @property
     def speculates(self) -> bool:
-        """Whether drafts are verified. Not with a grammar, because the host computes its masks."""
-        return self.params.speculative and self.grammar is None
+        """Whether drafts are verified. Not with masks, because the host computes them."""
+        return self.params.speculative and not self.is_masked
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether each sample needs a mask that follows from the previous sample, so that only one
+        may be in flight."""
+        return self.grammar is not None or bool(self.params.banned_sequences)
 
     @property
     def awaits_mask(self) -> bool:
@@ -118,9 +123,10 @@ class Request:
 
     @property
     def banned_ids(self) -> frozenset[int]:
-        """Tokens that `min_tokens` forbids as the next token."""
+        """Tokens that `min_tokens` or `banned_sequences` forbid as the next token."""
         is_early = len(self.output_token_ids) < self.params.min_tokens
-        return self.stop_ids if is_early else frozenset()
+        banned = self.params.banned_after(self.output_token_ids)
+        return banned | self.stop_ids if is_early else banned
 
     @property
     def num_known(self) -> int:

@@ -59,7 +59,9 @@ class AnswerCheck:
 
     def _begin(self, request: Request) -> None:
         engine = self._engine
-        masks = None if request.grammar is None else engine.admission.masks(request)
+        masks = None
+        if request.is_masked:
+            masks = engine.admission.masks(request, engine.worker.vocab_size)
         try:
             with torch.inference_mode():
                 again = Recomputation(engine.worker, request, self._rounding, masks)

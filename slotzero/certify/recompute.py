@@ -47,8 +47,8 @@ class Recomputation:
         rounding: float,
         masks: Iterator[np.ndarray] | None = None,
     ) -> None:
-        """`rounding`: error of logits, relative to the largest one. `masks`: the tokens that the
-        request's grammar allows, one mask per token of the answer."""
+        """`rounding`: error of logits, relative to the largest one. `masks`: the tokens that may
+        be chosen, one mask per token of the answer."""
         self._worker, self._rounding = worker, rounding
         self._text = request.all_token_ids
         self._prompt_len = len(request.prompt_token_ids)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from slotzero.errors import RequestError
-from slotzero.grammars.grammar import Grammar
+from slotzero.grammars.grammar import Grammar, next_mask
 from slotzero.grammars.pool import Grammars
 from slotzero.request import Request, RequestStatus
 from slotzero.sampling.structured import structure_error, structured_outputs
@@ -139,22 +139,24 @@ class GrammarAdmission:
                     _without_grammar(request)
         return outcomes
 
-    def masks(self, request: Request) -> Iterator[np.ndarray]:
+    def masks(self, request: Request, vocab_size: int) -> Iterator[np.ndarray]:
         """Compute the masks of a finished answer again, one for each of its tokens, and wait for
         each; raises RequestError if its grammar fails."""
-        wanted = structured_outputs(request.params.structured_outputs)
-        assert wanted is not None
-        grammar = self.grammars.begin(wanted)
+        params, output = request.params, request.output_token_ids
+        wanted = structured_outputs(params.structured_outputs)
+        grammar = None if wanted is None else self.grammars.begin(wanted)
         try:
-            for token in request.output_token_ids:
-                while not grammar.is_settled:
+            for i, token in enumerate(output):
+                while grammar is not None and not grammar.is_settled:
                     self.grammars.poll(IDLE_WAIT)
-                if grammar.error is not None:
+                if grammar is not None and grammar.error is not None:
                     raise grammar.error
-                yield grammar.allowed
-                grammar.advance(token)
+                yield next_mask(grammar, params.banned_after(output[:i]), vocab_size)
+                if grammar is not None:
+                    grammar.advance(token)
         finally:
-            grammar.release()
+            if grammar is not None:
+                grammar.release()
 
 
 def refuse(request: Request, error: RequestError) -> None:

@@ -63,6 +63,7 @@ class RequestFactory:
         for what, ids in (
             ("prompt", tokens),
             ("logit_bias", params.logit_bias),
+            ("banned_sequences", [i for sequence in params.banned_sequences for i in sequence]),
             ("stop_token_ids", params.stop_token_ids),
         ):
             bad = next((t for t in ids if not 0 <= t < self.vocab_size), None)

@@ -88,7 +88,8 @@ class SlotWriter(Protocol):
         zeros where pages were released and may soon belong to another request."""
 
     def constrained(self, request: Request) -> None:
-        """Restrict the next sample to the tokens that `request.grammar` allows now."""
+        """Restrict the next sample to the tokens that `request.grammar` allows now, without
+        `request.banned_ids`."""
 
     def released(self, slot: int) -> None:
         """Reset the row of a slot that has no owner any more."""
@@ -172,7 +173,7 @@ class Scheduler:
         decoding = [r for r in choice.decoding if width > 1 or not _may_be_done(r)]
         rows = (*(_decode(request, most_new) for request in decoding), *choice.prefilling)
         for row in rows:
-            if row.samples and row.request.grammar is not None:
+            if row.samples and row.request.is_masked:
                 self.writer.constrained(row.request)
         return rows
 
@@ -332,7 +333,7 @@ class Scheduler:
         for request in list(self._running.values()):
             if request.status is not RequestStatus.RUNNING or request.num_known >= request.max_len:
                 continue  # preempted in this loop, or its last token is in flight
-            if request.grammar is not None and (request.num_in_flight or request.awaits_mask):
+            if request.is_masked and (request.num_in_flight or request.awaits_mask):
                 continue
             if request.num_computed < request.target:
                 budget = self.config.max_num_batched_tokens - len(decoding)

@@ -375,6 +375,7 @@ class _Builder:
                 limits.page_size,
                 limits.snapshot_interval,
                 memory.drafter is not None,
+                self._model.vocab_size,
             )
             for staging in stagings
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from slotzero.grammars.grammar import next_mask
 from slotzero.pools.states import SNAPSHOT_ROWS, rows_of_table
 from slotzero.pools.tables import Staging
 from slotzero.request import Request
@@ -22,11 +23,13 @@ class TableWriter:
         page_size: int,
         snapshot_interval: int,
         has_drafter: bool,
+        vocab_size: int,
     ) -> None:
         self.staging = staging
         self._page_tables, self._page_size = page_tables, page_size
         self._snapshot_interval = snapshot_interval
         self._has_drafter = has_drafter
+        self._vocab_size = vocab_size
 
     def admitted(
         self, request: Request, tokens: list[int], num_computed: int, pages: list[list[int]]
@@ -56,9 +59,9 @@ class TableWriter:
             self._stage_paged(request)
 
     def constrained(self, request: Request) -> None:
-        assert request.grammar is not None
+        mask = next_mask(request.grammar, request.banned_ids, self._vocab_size)
         self.staging.stage("is_masked", request.slot, [1])
-        self.staging.stage("allowed", request.slot, request.grammar.allowed.view(np.int32))
+        self.staging.stage("allowed", request.slot, mask.view(np.int32))
 
     def released(self, slot: int) -> None:
         self.staging.reset(slot)

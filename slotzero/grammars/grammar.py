@@ -83,9 +83,7 @@ class Grammar:
         """Return whether any token is allowed, except end-of-sequence and the `banned` ones."""
         assert self._end is not None
         rest = self.allowed & ~self._end
-        if banned:
-            rest &= ~words(mask_of(banned, rest.nbytes))
-        return bool(rest.any())
+        return bool(without(rest, banned).any())
 
     def release(self) -> None:
         """End the answer. Further calls have no effect."""
@@ -110,6 +108,18 @@ class Grammar:
 
     def was_late(self) -> None:
         self._num_unawaited = _LATE_PENALTY
+
+
+def next_mask(grammar: Grammar | None, banned: Collection[int], vocab_size: int) -> np.ndarray:
+    """Return the mask of the next token: all that the grammar allows, without the banned ones."""
+    if grammar is None:
+        all_tokens = np.full(-(-vocab_size // WORD_BITS), 0xFFFFFFFF, np.uint32)
+        return without(all_tokens, banned)
+    return without(grammar.allowed, banned)
+
+
+def without(mask: np.ndarray, banned: Collection[int]) -> np.ndarray:
+    return mask & ~words(mask_of(banned, mask.nbytes)) if banned else mask
 
 
 def words(mask: bytes) -> np.ndarray:

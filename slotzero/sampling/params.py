@@ -17,6 +17,7 @@ from slotzero.sampling.structured import StructuredOutputs, structured_outputs
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 32
 MAX_LOGIT_BIAS = 300
+MAX_BANNED_SEQUENCES = 128
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3  # within these, logits stay finite
 MAX_N = 16384
 
@@ -43,6 +44,9 @@ class SamplingParams:
     """Subtracted from the logit of a token once per occurrence in the answer."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
+    banned_sequences: Sequence[Sequence[int]] = ()
+    """Sequences of token ids that the answer must not contain: the last token of one is not chosen
+    after the others."""
     seed: int | None = None
     """The same request with the same seed gives the same tokens, regardless of other requests."""
     max_tokens: int | None = 16
@@ -87,6 +91,7 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _check_number("stop_token_ids", token, integer=True)
         object.__setattr__(self, "logit_bias", _token_keys(self.logit_bias or {}))
+        object.__setattr__(self, "banned_sequences", _sequences(self.banned_sequences))
         if not isinstance(self.cache_salt, str | None) or len(self.cache_salt or "") > 256:
             raise _refused("cache_salt", self.cache_salt, "must be a string of at most 256")
         structure = structured_outputs(self.structured_outputs)
@@ -99,6 +104,14 @@ class SamplingParams:
         """Return the tokens that end the answer and are not part of it."""
         ignores_eos = self.ignore_eos and self.structured_outputs is None
         return frozenset((*(() if ignores_eos else eos_token_ids), *self.stop_token_ids))
+
+    def banned_after(self, output: Sequence[int]) -> frozenset[int]:
+        """Return the tokens that would complete a banned sequence after these."""
+        return frozenset(
+            last
+            for *rest, last in self.banned_sequences
+            if list(output[max(0, len(output) - len(rest)) :]) == rest
+        )
 
     def _rules(self) -> tuple[tuple[str, bool, str], ...]:
         finite = math.isfinite
@@ -125,6 +138,11 @@ class SamplingParams:
                 len(self.logit_bias) <= MAX_LOGIT_BIAS
                 and all(finite(v) for v in self.logit_bias.values()),
                 f"must have at most {MAX_LOGIT_BIAS} token ids, with finite values",
+            ),
+            (
+                "banned_sequences",
+                len(self.banned_sequences) <= MAX_BANNED_SEQUENCES and all(self.banned_sequences),
+                f"must have at most {MAX_BANNED_SEQUENCES} sequences, and none that is empty",
             ),
             (
                 "max_tokens",
@@ -184,6 +202,14 @@ def _items(name: str, values: Sequence[Any] | None) -> tuple[Any, ...]:
     if values is not None and not isinstance(values, Sequence | set | frozenset):
         raise _refused(name, values, "must be a list")
     return tuple(values or ())
+
+
+def _sequences(sequences: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
+    name = "banned_sequences"
+    made = tuple(_items(name, sequence) for sequence in _items(name, sequences))
+    for token in (token for sequence in made for token in sequence):
+        _check_number(name, token, integer=True)
+    return made
 
 
 def _refused(name: str, value: object, rule: str) -> RequestError:

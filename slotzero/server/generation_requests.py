@@ -93,21 +93,19 @@ def sampling_of(body: GenerationFields) -> dict[str, Any]:
 def without_words(
     given: Mapping[str, Any], words: Sequence[str], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Return the logit bias that keeps these words out of an answer; each must be one token."""
-    if not words:
-        return {}
-    banned = {}
-    for word in words:
-        for text in (word, f" {word}"):
-            tokens = tokenizer.encode(text, add_special_tokens=False)
-            if len(tokens) != 1:
-                raise RequestError(
-                    f"bad_words: {text[:40]!r} is {len(tokens)} tokens, and only words of one "
-                    "token, also after a space, can be kept out",
-                    "bad_words",
-                )
-            banned[tokens[0]] = _NEVER
-    return {"logit_bias": {**given.get("logit_bias", {}), **banned}}
+    """Return the parameters that keep these words out of an answer, also after a space.
+
+    A bias is enough for words of one token; banned sequences cost more, as a step cannot be planned
+    before the token of the last one is known.
+    """
+    if not all(words):
+        raise RequestError("bad_words: must not contain an empty string", "bad_words")
+    texts = [text for word in words for text in (word, f" {word}")]
+    banned = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    bias = {tokens[0]: _NEVER for tokens in banned if len(tokens) == 1}
+    sequences = [tokens for tokens in banned if len(tokens) > 1]
+    made: dict[str, Any] = {"banned_sequences": sequences} if sequences else {}
+    return made | ({"logit_bias": {**given.get("logit_bias", {}), **bias}} if bias else {})
 
 
 def structure_of(body: GenerationFields) -> Structure | None:
@@ -182,6 +180,7 @@ def generation_requests(
     names: Mapping[str, str],
 ) -> list[GenerationRequest]:
     """Return n requests for each prompt. `given`: fields of SamplingParams."""
+    names = {"banned_sequences": "bad_words", **names}
     engine_params = {name: value for name, value in given.items() if name != "stop"}
     if structure is not None:
         engine_params["structured_outputs"] = structure
@@ -196,7 +195,7 @@ def generation_requests(
             prompt=prompt,
             params=params,
             engine_params=engine_params | _seed(given.get("seed"), j),
-            names=dict(names),
+            names=names,
             is_counted=j == 0,
             echo=echo,
         )

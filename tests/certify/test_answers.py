@@ -76,7 +76,9 @@ def again(
     engine: Engine, answer: RequestHandle, rounding: float | None = None
 ) -> Disagreement | None:
     rounding = bounds_of(engine).size if rounding is None else rounding
-    masks = None if answer.request.grammar is None else engine.admission.masks(answer.request)
+    masks = None
+    if answer.request.is_masked:
+        masks = engine.admission.masks(answer.request, engine.worker.vocab_size)
     with torch.inference_mode():
         *_, last = Recomputation(engine.worker, answer.request, rounding, masks).chunks()
     return last
@@ -125,6 +127,18 @@ def test_a_structured_answer_is_confirmed_with_its_masks() -> None:
     assert sanitizer_of(engine).answers.num_recomputed == 1
     answer.request.output_token_ids[0] = ord("z")  # a token that the grammar forbids
     assert again(engine, answer, rounding=1e6) is not None
+
+
+def test_an_answer_without_banned_sequences_is_confirmed() -> None:
+    engine = engine_of("llama", sanitize="full", sanitize_action="raise")
+    (free,) = ask(engine, PROMPT)
+    banned = [free.token_ids[2:4]]
+    (answer,) = ask(engine, PROMPT, params=replace(GREEDY, banned_sequences=banned))
+    assert answer.token_ids[:3] == free.token_ids[:3]
+    assert answer.token_ids[3] != free.token_ids[3]
+    assert sanitizer_of(engine).answers.num_recomputed == 2
+    answer.request.params = GREEDY  # another token would be right
+    assert again(engine, answer) is not None
 
 
 def test_recomputation_leaves_no_trace() -> None:

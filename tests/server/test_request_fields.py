@@ -138,7 +138,7 @@ WRONG_FIELDS = [
     ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"structured_outputs": {"grammar": 5}}, "structured_outputs.grammar"),
-    ({"bad_words": ["two words"]}, "bad_words"),
+    ({"bad_words": ["word", ""]}, "bad_words"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"request_id": "a b"}, "request_id"),
     ({"priority": 1}, "priority"),
@@ -242,8 +242,11 @@ def test_bad_words_are_kept_out() -> None:
     body = {"prompt": [0], "bad_words": ["a"], "logit_bias": {"4": 1}}
     assert ask(client, "/v1/completions", body, tokenizer=tokenizer).status_code == 200
     assert client.params["logit_bias"] == {4: 1.0, 0: -1e9, 2: -1e9}
-    error = refused("/v1/completions", body | {"bad_words": ["ab"]}, tokenizer=tokenizer)
-    assert error["param"] == "bad_words"
+    assert "banned_sequences" not in client.params
+    body |= {"bad_words": ["a", "ab"]}
+    assert ask(client, "/v1/completions", body, tokenizer=tokenizer).status_code == 200
+    assert client.params["logit_bias"] == {4: 1.0, 0: -1e9, 2: -1e9}
+    assert client.params["banned_sequences"] == [[0, 1], [2, 1]]
 
 
 def test_a_requests_own_template() -> None:
