@@ -61,6 +61,10 @@ class Site:
     async def get(self, path: str) -> Any:
         return json.loads(await self.text(path))
 
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        lines = self._exchange("POST", path, json.dumps(body).encode())
+        return json.loads("\n".join([line async for line in lines]))
+
     async def text(self, path: str) -> str:
         return "\n".join([line async for line in self._exchange("GET", path, b"")])
 
