@@ -14,6 +14,7 @@ from slotzero.engine.engine import Running
 from slotzero.engine.output_text import OutputText
 from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import ConfigError, RequestError, StepFailedError, TokenizerMissingError
+from slotzero.executor.results import RowLogprobs
 from slotzero.sampling.params import SamplingParams
 from slotzero.system.interrupt import uninterrupted
 from slotzero.system.progress import prompts_bar
@@ -68,6 +69,8 @@ class RequestOutput:
     num_cached_tokens: int
     weight_version: str = "0"
     """The version of the weights that computed the last token; see `LLM.update_weights`."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """By token of the prompt; None for the first one."""
 
 
 @dataclass(frozen=True)
@@ -368,6 +371,7 @@ class LLM:
             finished=all(answer.finished for answer in answers),
             num_cached_tokens=answers[0].request.num_found,
             weight_version=answers[0].weight_version,
+            prompt_logprobs=self._prompt_logprobs(answers[0]),
         )
 
     def _completion(self, index: int, answer: RequestHandle) -> CompletionOutput:
@@ -376,23 +380,35 @@ class LLM:
             index=index,
             text=answer.text,
             token_ids=list(answer.token_ids),
-            logprobs=None if request.params.logprobs is None else self._logprobs(answer),
+            logprobs=None
+            if (wanted := request.params.logprobs) is None
+            else self._by_id(answer.token_ids, answer.logprobs, wanted),
             finish_reason=answer.finish_reason,
             stop_reason=request.stop_reason,
             error=answer.failure or None,
         )
 
-    def _logprobs(self, answer: RequestHandle) -> list[dict[int, Logprob]]:
-        wanted = answer.request.params.logprobs or 0
-        rows = []
-        for token, row in zip(answer.token_ids, answer.logprobs, strict=True):
+    def _prompt_logprobs(self, answer: RequestHandle) -> list[dict[int, Logprob] | None] | None:
+        request = answer.request
+        if (wanted := request.params.prompt_logprobs) is None:
+            return None
+        # a request that ended early has not all of them
+        tokens = request.prompt_token_ids[1 : 1 + len(answer.prompt_logprobs)]
+        return [None, *self._by_id(tokens, answer.prompt_logprobs, wanted)]
+
+    def _by_id(
+        self, tokens: Sequence[int], rows: Sequence[RowLogprobs], wanted: int
+    ) -> list[dict[int, Logprob]]:
+        """Return for each token its log probability, and those of the most likely ones there."""
+        found = []
+        for token, row in zip(tokens, rows, strict=True):
             top = list(zip(row.top_ids, row.top_values, strict=True))[:wanted]
             ranks = {t: rank for rank, (t, _) in enumerate(top, start=1)}
             by_id = {token: Logprob(row.chosen, ranks.get(token), self._text_of(token))}
             for t, value in top:
                 by_id.setdefault(t, Logprob(value, ranks[t], self._text_of(t)))
-            rows.append(by_id)
-        return rows
+            found.append(by_id)
+        return found
 
     def _text_of(self, token: int) -> str | None:
         if self.engine.tokenizer is None:
@@ -417,7 +433,10 @@ def _raise_if_lost(answers: Sequence[RequestHandle]) -> None:
 
 
 def _params_of_answer(params: SamplingParams, i: int) -> SamplingParams:
-    """Return the parameters of answer i: if there is a seed, it is seed + i, in 64 bits."""
+    """Return the parameters of answer i: if there is a seed, it is seed + i, in 64 bits. The prompt
+    is scored once."""
+    if i:
+        params = replace(params, prompt_logprobs=None)
     if params.seed is None:
         return params
     return replace(params, seed=(params.seed + i + 2**63) % 2**64 - 2**63)

@@ -99,6 +99,16 @@ class Request:
         return self.grammar is not None or bool(self.params.banned_sequences)
 
     @property
+    def reads_cache(self) -> bool:
+        """Whether it may begin after a cached prefix. The tokens of that would not be scored."""
+        return self.params.prompt_logprobs is None
+
+    def is_scored_at(self, position: int) -> bool:
+        """Return whether the token after this position is one of the prompt and to be scored."""
+        wanted = self.params.prompt_logprobs is not None and not self.output_token_ids
+        return wanted and position < len(self.prompt_token_ids) - 1
+
+    @property
     def awaits_mask(self) -> bool:
         """Whether the mask of the next token is still being computed."""
         return self.grammar is not None and not self.grammar.is_ready

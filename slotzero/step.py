@@ -28,6 +28,8 @@ class Row(NamedTuple):  # creating one is a microsecond faster than a frozen dat
     """Whether these tokens end with the last known token, so that a new token is sampled."""
     most_new: int = 1
     """Maximum number of new tokens: all drafts, and one more."""
+    is_scored: bool = False
+    """Whether log probabilities are wanted of the prompt's tokens after these."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class Step:
     def num_tokens(self) -> int:
         """Number of tokens on the largest DP rank."""
         return max(sum(row.count for row in rows) for rows in self.rows_by_dp_rank)
+
+    @cached_property
+    def is_scored(self) -> bool:
+        return any(row.is_scored for row in self.rows)
 
     @cached_property
     def is_decode(self) -> bool:

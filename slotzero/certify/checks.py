@@ -109,7 +109,8 @@ class Examination:
                 padding = padding_of(entry, plain)
                 yield from self._unchanged(
                     entry, padding, torch.zeros_like(padding),
-                    range(len(plain.slots), plain.key.rows), "padded rows must be zero",
+                    range(len(plain.slots), len(plain.slots) + len(padding)),
+                    "padded rows must be zero",
                 )  # fmt: skip
         yield from self._empty_step_outputs()
         yield from self._others_touched()
@@ -210,7 +211,7 @@ class Examination:
             for entry in self._entries:
                 if entry.kind is TensorKind.OUTPUT:
                     entry.tensor.fill_(value)
-            for name, arrived in self.trial.scenario.fetch(self.trial.scenario.num_rows).items():
+            for name, arrived in self.trial.scenario.fetch().items():
                 sent = self.registry[name][: len(arrived)].to(arrived.device)
                 found = first_difference(arrived, sent, 0.0)
                 if found is not None:

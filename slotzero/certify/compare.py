@@ -73,7 +73,12 @@ def _row(entry: Entry, index: int, slots: Sequence[int], got: Outcome) -> int | 
     """Return the row of the step, or None for a table: its rows are slots or owned by slots."""
     if entry.kind is TensorKind.TABLE or entry.per == "step":
         return None
-    return got.slots.index(slots[index]) if entry.kind is TensorKind.OUTPUT else index
+    if entry.kind is not TensorKind.OUTPUT:
+        return index
+    rows = [got.slots.index(slot) for slot in slots]
+    if entry.per == "token" and got.counts is not None:  # the index is that of a token
+        rows = [row for row in rows for _ in range(got.counts[row])]
+    return rows[index]
 
 
 def first_difference(a: Tensor, b: Tensor, bound: float) -> tuple[int, str, str] | None:
@@ -128,17 +133,28 @@ def extent(entry: Entry, outcome: Outcome) -> int:
     return entry.extent(outcome.key.tokens, outcome.key.rows)
 
 
-def by_row(entry: Entry, outcome: Outcome) -> Tensor:
-    """Return an output within the size, by row: all rows have the same number of tokens."""
+def _rows(entry: Entry, outcome: Outcome) -> Tensor | Sequence[Tensor]:
+    """Return an output within the size, by row. Real rows may have different numbers of tokens;
+    then padding is not a row."""
     part = outcome.tensors[entry.name][: extent(entry, outcome)]
-    return part if entry.per == "row" else part.view(outcome.key.rows, -1, *part.shape[1:])
+    if entry.per == "row":
+        return part
+    if outcome.counts is not None:
+        return torch.split(part[: sum(outcome.counts)], list(outcome.counts))
+    return part.view(outcome.key.rows, -1, *part.shape[1:])
 
 
 def padding_of(entry: Entry, outcome: Outcome) -> Tensor:
-    """Return the padded rows of an output; an output of the step as a whole has none."""
+    """Return the padding of an output: rows, or tokens if rows have different numbers of them. An
+    output of the step as a whole has none."""
+    tensor = outcome.tensors[entry.name]
     if entry.per == "step":
-        return outcome.tensors[entry.name][:0]
-    return by_row(entry, outcome)[len(outcome.slots) :]
+        return tensor[:0]
+    if entry.per == "token" and outcome.counts is not None:
+        return tensor[sum(outcome.counts) : extent(entry, outcome)]
+    rows = _rows(entry, outcome)
+    assert isinstance(rows, Tensor)
+    return rows[len(outcome.slots) :]
 
 
 def _part(entry: Entry, slots: Sequence[int], outcome: Outcome, tables: Tables) -> Tensor:
@@ -150,7 +166,10 @@ def _part(entry: Entry, slots: Sequence[int], outcome: Outcome, tables: Tables) 
     if entry.kind is TensorKind.DERIVED or entry.per == "step":
         return tensor[: extent(entry, outcome)]
     if entry.kind is TensorKind.OUTPUT:
-        return by_row(entry, outcome)[[outcome.slots.index(slot) for slot in slots]]
+        rows, index = _rows(entry, outcome), [outcome.slots.index(slot) for slot in slots]
+        if isinstance(rows, Tensor):
+            return rows[index]
+        return torch.cat([rows[i] for i in index]) if index else tensor[:0]
     rows = tensor.movedim(entry.axis, 0)
     if not entry.through:
         return rows[list(slots)]

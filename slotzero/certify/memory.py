@@ -57,6 +57,7 @@ class StepMemory:
         """`highest_index` is in range as every kind of index: slot, page, position and token."""
         self.registry = registry = runner.registry
         self.slots, counts = _who_runs(runner)
+        self._counts = None if runner.spec.rows is None else tuple(counts)
         self.entries = [e for e in runner.entries() if e.kind in MUTABLE]
         self.others = [(entry, entry.tensor.clone()) for entry in others_of(runner)]
         self.tables = [e for e in self.entries if e.kind is TensorKind.TABLE]
@@ -89,7 +90,8 @@ class StepMemory:
             else e.tensor.clone()
             for e in self.entries
         }
-        return Outcome(self._key, self.slots, tensors, frozenset(e.name for e in self.paged))
+        owned_only = frozenset(e.name for e in self.paged)
+        return Outcome(self._key, self.slots, tensors, owned_only, self._counts)
 
     @contextmanager
     def poisoned(self, names: Collection[str]) -> Iterator[list[Patch]]:

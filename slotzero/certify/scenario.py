@@ -37,8 +37,8 @@ class Scenario:
     """Same layout: True where the step must write before it reads."""
     kept: Mapping[str, Tensor] = field(default_factory=dict)
     """Same layout: True where the step must not write, although its slots own the place."""
-    fetch: Callable[[int], Mapping[str, Tensor]] = field(default=lambda num_rows: {})
-    """Downloads the first `num_rows` rows of each output that is sent to the host, by name."""
+    fetch: Callable[[], Mapping[str, Tensor]] = field(default=dict)
+    """Downloads the real rows of each output that is sent to the host, by name."""
 
     @property
     def num_rows(self) -> int:
@@ -52,6 +52,8 @@ class Outcome:
     tensors: Mapping[str, Tensor]
     owned_only: frozenset[str] = frozenset()
     """Tables of which `tensors` holds only the rows that the slots own."""
+    counts: tuple[int, ...] | None = None
+    """Tokens by row; None if all rows of the runner have the same number."""
 
 
 class Trial:
@@ -94,11 +96,14 @@ class Trial:
         )
 
     def num_tokens(self, published: Mapping[str, Sequence[int]], rows: Iterable[int]) -> int:
-        """Return the number of tokens in these rows. For a runner without a fixed row width, the
-        second published tensor holds the counts."""
-        spec, rows = self.runner.spec, list(rows)
-        counts = [] if spec.rows is None else [published[spec.published[1]][row] for row in rows]
-        return self.runner.num_tokens(sum(counts), len(rows))
+        rows = list(rows)
+        return self.runner.num_tokens(sum(self.counts(published, rows)), len(rows))
+
+    def counts(self, published: Mapping[str, Sequence[int]], rows: Iterable[int]) -> list[int]:
+        """Return the tokens of each of these rows, or nothing for a runner with a fixed row width.
+        The second published tensor holds them."""
+        spec = self.runner.spec
+        return [] if spec.rows is None else [published[spec.published[1]][row] for row in rows]
 
     def poisonable(self) -> list[str]:
         """Return every tensor with unowned memory, in the order in which data flows, including
@@ -125,7 +130,10 @@ class Trial:
         self._publish(self.scenario.published, rows)
         how(key, self.num_tokens(self.scenario.published, rows))
         slots = tuple(self.scenario.published[self._slots_name][row] for row in rows)
-        return Outcome(key, slots, {e.name: e.tensor.clone() for e in self._entries})
+        is_ragged = self.runner.spec.rows is not None
+        counts = tuple(self.counts(self.scenario.published, rows)) if is_ragged else None
+        tensors = {e.name: e.tensor.clone() for e in self._entries}
+        return Outcome(key, slots, tensors, counts=counts)
 
     def _load(self, poison: Iterable[str]) -> None:
         self.registry.distrust_published()

@@ -127,7 +127,7 @@ def scenario_for(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scen
             unused=unused,
             fresh={name: mask.written & ~mask.known for name, mask in masks.items()},
             kept={name: ~mask.written for name, mask in masks.items()},
-            fetch=partial(_fetch, engine, runner),
+            fetch=partial(_fetch, engine, runner, counts),
         )
 
 
@@ -264,10 +264,10 @@ def _unused_pages(engine: Engine, running: Sequence[SyntheticRequest], entry: En
     return unused
 
 
-def _fetch(engine: Engine, runner: Runner, num_rows: int) -> dict[str, Tensor]:
-    spec = runner.spec
-    for ring in engine.worker.result_rings:
-        if set(ring.names).issubset(spec.writes):
-            download = ring.download(num_rows, spec.width, with_logprobs=True)
-            return dict(zip(ring.names, download.wait(), strict=True))
-    return {}
+def _fetch(engine: Engine, runner: Runner, counts: Sequence[int]) -> dict[str, Tensor]:
+    ring = engine.worker.ring_of(runner)
+    if ring is None:
+        return {}
+    num_tokens = runner.num_tokens(sum(counts), len(counts))
+    download = ring.download(len(counts), num_tokens, with_logprobs=True)
+    return dict(zip(ring.names, download.wait(), strict=True))

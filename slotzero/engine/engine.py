@@ -406,6 +406,8 @@ class Engine:
         with self.rank_group.watched("waiting for a step", in_step=True):
             tokens = [of_rank.tokens() for of_rank in results]
         self.draft_widths.learn(step, results)
+        if step.is_scored:
+            self._take_scores(step, results)
         committed = [
             scheduler.commit(rows, sampled)
             for scheduler, rows, sampled in zip(
@@ -427,6 +429,18 @@ class Engine:
         for handle in grown:
             if handle.finished:
                 self._handles.pop(handle.request.id, None)
+
+    def _take_scores(self, step: Step, results: Sequence[Results]) -> None:
+        """Give their log probabilities to the requests whose prompts were scored in this step."""
+        for rows, of_rank in zip(step.rows_by_dp_rank, results, strict=True):
+            first = 0
+            for row in rows:
+                handle = self._handles.get(row.request.id)
+                if row.is_scored and handle is not None and handle.request is row.request:
+                    num = min(row.count, len(row.request.prompt_token_ids) - 1 - row.start)
+                    num_top = row.request.params.prompt_logprobs or 0
+                    handle.take_scores(row.start, of_rank.scores(first, num, num_top))
+                first += row.count
 
     def _extend_output(self, handle: RequestHandle, num_new: int) -> int:
         """Show the new tokens to the request's OutputText, and end the request if a stop string is

@@ -16,6 +16,8 @@ class RequestHandle:
     request: Request
     output_text: OutputText | None = None
     logprobs: list[RowLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, if the request asks for them."""
     error: BaseException | None = None
     """The error of the step that failed with this request in it; else None."""
     listener: "Callable[[RequestHandle], None] | None" = None
@@ -30,6 +32,11 @@ class RequestHandle:
         request asks for them."""
         first, self.num_taken = self.num_taken, len(self.token_ids)
         return self.token_ids[first:], self.logprobs[first:]
+
+    def take_scores(self, start: int, scores: list[RowLogprobs]) -> None:
+        """Take the log probabilities of the prompt's tokens after position `start`. A request that
+        was preempted gets some of them again."""
+        self.prompt_logprobs[start:] = scores
 
     def notify(self) -> None:
         if self.listener is not None:

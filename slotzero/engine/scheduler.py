@@ -457,4 +457,4 @@ def _advance(request: Request, count: int, *, samples: bool, most_new: int = 1) 
     if samples:
         request.num_in_flight += 1
         request.max_tokens_in_flight += most_new
-    return Row(request, request.slot, start, count, samples, most_new)
+    return Row(request, request.slot, start, count, samples, most_new, request.is_scored_at(start))

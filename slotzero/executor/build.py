@@ -59,6 +59,7 @@ from slotzero.pools.budget import GroupShape
 from slotzero.pools.states import SNAPSHOT_ROWS, StateShape, snapshot_tables
 from slotzero.pools.tables import SlotTables, Staging
 from slotzero.runners.passes import RESULTS, Passes
+from slotzero.runners.prompt_scores import SCORED
 from slotzero.runners.results import ResultRing
 from slotzero.speculative.build import DraftTarget, Prepared, prepare_drafter
 from slotzero.speculative.drafter import Drafter
@@ -187,8 +188,12 @@ class _Builder:
             tree=self._config.tree,
             passes=passes,
             decode=Runner(passes.decode_spec(decode_sizes), self._registry, graphs),
-            prefills=_prefill_runners(passes, self._registry, graphs, limits),
+            prefills=_prefill_runners(passes, self._registry, graphs, limits, is_scored=False),
+            scored_prefills=_prefill_runners(
+                passes, self._registry, graphs, limits, is_scored=True
+            ),
             results=ResultRing(self._registry, RESULTS, self._deadline),
+            scored_results=ResultRing(self._registry, (*SCORED, *RESULTS), self._deadline),
             speculation=self._speculation(loaded, limits, memory, states, graphs),
             writers=self._writers(limits, memory, page_tables),
             updater=self._updater(shapes),
@@ -382,17 +387,18 @@ class _Builder:
 
 
 def _prefill_runners(
-    passes: Passes, registry: Registry, graphs: Backend, limits: Limits
+    passes: Passes, registry: Registry, graphs: Backend, limits: Limits, is_scored: bool
 ) -> tuple[Runner, ...]:
     eager_sizes = eager_prefill_sizes(limits, registry.device)
+    name = "scored prefill" if is_scored else "prefill"
     if limits.backend != "cuda":
-        spec = passes.prefill_spec("prefill", *eager_sizes)
+        spec = passes.prefill_spec(name, *eager_sizes, is_scored)
         return (Runner(spec, registry, EagerBackend(), "prefill is not recorded"),)
-    spec = passes.prefill_spec("prefill", *captured_prefill_sizes(limits))
+    spec = passes.prefill_spec(name, *captured_prefill_sizes(limits), is_scored)
     captured = Runner(spec, registry, graphs)
     if limits.max_num_batched_tokens <= MAX_CAPTURED_TOKENS:
         return (captured,)
-    spec = passes.prefill_spec("long prefill", *eager_sizes)
+    spec = passes.prefill_spec(f"long {name}", *eager_sizes, is_scored)
     reason = f"more than {MAX_CAPTURED_TOKENS} tokens"
     return captured, Runner(spec, registry, EagerBackend(), reason)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from slotzero.graph.transfer import Arriving
 from slotzero.runners.passes import SAMPLED
+from slotzero.runners.prompt_scores import SCORE_TOP_IDS, SCORES
 from slotzero.speculative.passes import NUM_CONFIRMED, PATH, VERIFIED, VERIFY_LEN
 
 
@@ -45,6 +46,18 @@ class Results:
         return [
             RowLogprobs(chosen[i].item(), ids[i].tolist(), values[i].tolist())
             for i in self._chosen(row)
+        ]
+
+    def scores(self, first: int, num: int, num_top: int) -> list[RowLogprobs]:
+        """Return the log probabilities of the tokens after `num` tokens of the step."""
+        part = slice(first, first + num)
+        downloaded = self._download.wait()
+        values, ids = (
+            downloaded[self._names.index(name)][part].tolist() for name in (SCORES, SCORE_TOP_IDS)
+        )
+        return [
+            RowLogprobs(chosen, of_token[:num_top], top[:num_top])
+            for (chosen, *top), of_token in zip(values, ids, strict=True)
         ]
 
     def _chosen(self, row: int) -> list[int]:

@@ -26,6 +26,7 @@ class Orders:
     num_rows: int
     launches: list[GraphKey]
     width: int
+    is_scored: bool
     with_logprobs: bool
 
 

@@ -57,7 +57,11 @@ class Worker:
     decode: Runner
     prefills: tuple[Runner, ...]
     """In order of preference: a step runs on the first runner that has a size for it."""
+    scored_prefills: tuple[Runner, ...]
+    """The same for steps in which log probabilities of prompts are wanted. Few are, so a size is
+    recorded when it is first used."""
     results: ResultRing
+    scored_results: ResultRing
     speculation: SpeculativeRunners | None
     writers: tuple[TableWriter, ...]  # by DP rank, this rank's first
     updater: WeightUpdater | None
@@ -76,17 +80,19 @@ class Worker:
     @property
     def runners(self) -> tuple[Runner, ...]:
         more = () if self.speculation is None else self.speculation.runners
-        return self.decode, *self.prefills, *more
+        return self.decode, *self.prefills, *self.scored_prefills, *more
 
     @property
     def overlaps(self) -> bool:
         """Whether `run` returns before the step has run, so that the host works in parallel."""
         return self.registry.device.type == "cuda"
 
-    @property
-    def result_rings(self) -> tuple[ResultRing, ...]:
-        more = () if self.speculation is None else (self.speculation.verified,)
-        return self.results, *more
+    def ring_of(self, runner: Runner) -> ResultRing | None:
+        """Return what sends the outputs of a step to the host if this is its last runner."""
+        verified = () if self.speculation is None else (self.speculation.verified,)
+        writes = {*runner.spec.writes}
+        rings = (self.scored_results, self.results, *verified)
+        return next((ring for ring in rings if writes.issuperset(ring.names)), None)
 
     @property
     def cycles(self) -> Mapping[int, Cycle]:
@@ -117,7 +123,7 @@ class Worker:
         return [
             (runner, key)
             for runner in reversed(self.runners)
-            if runner.is_recorded
+            if runner.is_recorded and runner not in self.scored_prefills
             for key in runner.all_keys()
         ]
 
@@ -151,6 +157,7 @@ class Worker:
                 step.num_rows,
                 [key for _, key in launches],
                 step.width,
+                step.is_scored,
                 any(row.request.params.logprobs is not None for row in rows),
             )
             for writer, rows in zip(self.writers, step.rows_by_dp_rank, strict=True)
@@ -160,7 +167,7 @@ class Worker:
             self._launch(orders[0], launches)
             downloads: list[Arriving] = [self._download(orders[0])]
         downloads += [self.rank_group.sampled(dp_rank) for dp_rank in range(1, len(orders))]
-        names = self._ring(step.width).names
+        names = self._ring(orders[0]).names
         return [Results(download, names, step.width) for download in downloads]
 
     def run_message(self, message: Message) -> Arriving | None:
@@ -261,20 +268,22 @@ class Worker:
         elif step.is_decode:
             launches.append([self.decode])
         else:
-            launches.append(self.prefills)
+            launches.append(self.scored_prefills if step.is_scored else self.prefills)
             if self.cycles:
                 launches.append([self.cycles[self.limits.max_width].draft])
         return [_picked(runners, step) for runners in launches]
 
     def _download(self, orders: Orders) -> Download:
-        ring, num_rows = self._ring(orders.width), len(orders.slots)
-        return ring.download(num_rows, orders.width, with_logprobs=orders.with_logprobs)
+        num_rows = len(orders.slots)
+        num_tokens = num_rows * orders.width if orders.width > 1 else sum(orders.counts)
+        ring = self._ring(orders)
+        return ring.download(num_rows, num_tokens, with_logprobs=orders.with_logprobs)
 
-    def _ring(self, width: int) -> ResultRing:
-        if width == 1:
-            return self.results
-        assert self.speculation is not None
-        return self.speculation.verified
+    def _ring(self, orders: Orders) -> ResultRing:
+        if orders.width > 1:
+            assert self.speculation is not None
+            return self.speculation.verified
+        return self.scored_results if orders.is_scored else self.results
 
 
 def _picked(runners: Sequence[Runner], step: Step) -> tuple[Runner, GraphKey]:

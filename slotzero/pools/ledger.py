@@ -53,6 +53,8 @@ class PageHolder(Protocol):
     def num_tokens(self) -> int: ...
     @property
     def prefix_ids(self) -> list[int]: ...
+    @property
+    def reads_cache(self) -> bool: ...
 
 
 class PageChange(NamedTuple):
@@ -215,7 +217,7 @@ class PageLedger:
         """Search the cache for a waiting request, whose tokens do not change while it waits."""
         if request.lookup is not None:
             self.cache.search(request.lookup)
-        elif self.enable_prefix_caching:
+        elif self.enable_prefix_caching and request.reads_cache:
             # At least one token must be computed: the first sample needs its logits.
             limit = request.num_tokens - 1
             request.lookup = self.cache.look_up(request.prefix_ids, limit)

@@ -1,4 +1,5 @@
-"""The decode and prefill passes of a decoder, and their specs as runners.
+"""The decode and prefill passes of a decoder, and their specs as runners. A scored prefill computes
+the log probabilities of the tokens of prompts, too.
 
 A step publishes the slots that run, `slots`, and for prefill the tokens of each row, `counts`. The
 start of a row is not published: it is `length[slot]`, the number of tokens whose KV is stored. All
@@ -7,6 +8,7 @@ is one, processes the tokens of every prefill, and those that were verified.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,6 +20,7 @@ from slotzero.kernels.types import Normed, PagedKv, Rows, Tokens
 from slotzero.kernels.types_recurrent import States
 from slotzero.models.model import NO_TAPS, DecoderBatch, Model
 from slotzero.pools.tables import SlotTables
+from slotzero.runners.prompt_scores import SCORED, PromptScores
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled
 
@@ -100,15 +103,18 @@ class Passes:
         # float16 logits would lose precision; with bfloat16 everything else is less precise anyway
         wide = torch.float32 if dtype is torch.float16 else dtype
         self._logits = registry.output(LOGITS, (max_rows, decoder.config.vocab_size), wide)
+        self._scores = PromptScores(registry, decoder, kernels, tables, max_tokens, wide)
 
     def decode_spec(self, ladder: Ladder) -> RunnerSpec:
         writes = (*WRITES, *self._decoder.writes)
         return RunnerSpec("decode", ladder, None, (SLOTS,), self._decode, writes)
 
-    def prefill_spec(self, name: str, tokens: Ladder, rows: Ladder) -> RunnerSpec:
+    def prefill_spec(self, name: str, tokens: Ladder, rows: Ladder, is_scored: bool) -> RunnerSpec:
         extra = () if self.drafter is None else self.drafter.writes
-        writes = tuple(dict.fromkeys((*WRITES, *self._decoder.writes, *extra)))
-        return RunnerSpec(name, tokens, rows, (SLOTS, COUNTS), self._prefill, writes)
+        scored = SCORED if is_scored else ()
+        writes = tuple(dict.fromkeys((*WRITES, *self._decoder.writes, *extra, *scored)))
+        prefill = partial(self._prefill, is_scored=is_scored)
+        return RunnerSpec(name, tokens, rows, (SLOTS, COUNTS), prefill, writes)
 
     def _decode(self, key: GraphKey, pieces: Pieces) -> None:
         """Compute one token per row: row r is token r."""
@@ -122,7 +128,7 @@ class Passes:
             self.drafter.defer(Tokens(*rows[:2]), features)
         self._finish(key, normed)
 
-    def _prefill(self, key: GraphKey, pieces: Pieces) -> None:
+    def _prefill(self, key: GraphKey, pieces: Pieces, is_scored: bool) -> None:
         """Compute tokens [ends[r] - counts[r], ends[r]) of row r; later ones are padding."""
         slots, counts = self._slots[: key.rows], self._counts[: key.rows]
         ends = counts.cumsum(0, dtype=torch.int32)  # [rows]
@@ -139,9 +145,11 @@ class Passes:
         taps = () if self.drafter is None else self.drafter.taps
         features = self._decoder.new_hidden(key.tokens, len(taps))
         normed = self._forward(key, rows, pieces, views_of(features, taps))
+        tokens = Tokens(self._token_slots[: key.tokens], self._positions[: key.tokens])
+        if is_scored:
+            self._scores.write(tokens, normed)
         self._finish(key, normed.select(last))
         if self.drafter is not None:
-            tokens = Tokens(self._token_slots[: key.tokens], self._positions[: key.tokens])
             self.drafter.extend(DrafterInputs(tokens, rows, features, last), pieces)
 
     def _forward(

@@ -21,8 +21,8 @@ class ResultRing:
         self.ring = DownloadRing([registry[name] for name in names], deadline)
         self._per = [registry.entry(name).per for name in names]
 
-    def download(self, num_rows: int, width: int, *, with_logprobs: bool) -> Download:
+    def download(self, num_rows: int, num_tokens: int, *, with_logprobs: bool) -> Download:
         """Download all outputs, or without log probabilities only the first ones."""
-        lengths = {"row": num_rows, "token": num_rows * width}
+        lengths = {"row": num_rows, "token": num_tokens}
         num = len(self.names) - (0 if with_logprobs else NUM_MORE)
         return self.ring.download([lengths[per] for per in self._per[:num]])

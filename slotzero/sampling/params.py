@@ -63,6 +63,9 @@ class SamplingParams:
     """Do not stop at end-of-sequence tokens; generate max_tokens."""
     logprobs: int | None = None
     """Return the log probability of each chosen token and of the N most likely ones."""
+    prompt_logprobs: int | None = None
+    """Return the same for each token of the prompt but the first. Such a request does not begin
+    after a cached prefix, because every token is computed for it."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True
@@ -176,11 +179,16 @@ class SamplingParams:
                 self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
                 f"must be between 0 and {MAX_LOGPROBS}, or None",
             ),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+                f"must be between 0 and {MAX_LOGPROBS}, or None",
+            ),
         )
 
 
 MAX_INTEGER = 1 << 1000  # can still be converted to float
-_INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "seed")
+_INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed")
 _FLAGS = (
     "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "speculative",
 )  # fmt: skip
@@ -191,7 +199,7 @@ _NUMBERS = (
 
 def _check_number(name: str, value: object, *, integer: bool) -> None:
     kinds = int if integer else (int, float)
-    may_be_none = name in ("max_tokens", "logprobs", "seed")
+    may_be_none = name in ("max_tokens", "logprobs", "prompt_logprobs", "seed")
     if isinstance(value, bool) or not (isinstance(value, kinds) or (value is None and may_be_none)):
         raise _refused(name, value, f"must be {'an integer' if integer else 'a number'}")
     if not integer and isinstance(value, int) and abs(value) > MAX_INTEGER:

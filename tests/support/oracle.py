@@ -835,6 +835,11 @@ class Oracle:
         return tokens[:num_tokens], logits[:num_tokens]
 
     @torch.no_grad()
+    def prompt_logits(self, prompt: list[int]) -> torch.Tensor:
+        """Return the logits after each token of a prompt but the last, which one pass computes."""
+        return self.model(torch.tensor([prompt]), use_cache=False).logits[0, :-1].float()
+
+    @torch.no_grad()
     def _confirm(self, prompt: list[int], guess: Sequence[int]) -> Answer | None:
         if self.rotary is not None and self.rotary.rope_type in LENGTH_DEPENDENT:
             return None

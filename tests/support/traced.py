@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 
 from slotzero import LLM, SamplingParams
@@ -60,3 +61,17 @@ def expect_equal(traced: Traced, oracle, prompts, num_tokens: int = 64) -> None:
         rows = torch.stack(traced.logits[request_id][:num_tokens])
         # larger logits round more coarsely, and Gemma 4's reach 5
         assert (rows - logits).abs().max() < max(1e-4, 3e-5 * logits.abs().max().item())
+
+
+def expect_scored(traced: Traced, oracle, prompts) -> None:
+    """Check the log probabilities of prompts, and which of their tokens are the most likely."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=3)
+    for output in traced.llm.generate(prompts, params, use_tqdm=False):
+        ids = output.prompt_token_ids
+        expected = oracle.prompt_logits(ids).double().log_softmax(-1)
+        assert len(output.prompt_logprobs) == len(ids)
+        for token, row, by_id in zip(ids[1:], expected, output.prompt_logprobs[1:], strict=False):
+            assert by_id[token].logprob == pytest.approx(row[token].item(), abs=2e-4)
+            best = sorted((e.rank, e.logprob) for e in by_id.values() if e.rank is not None)
+            wanted = row.topk(3).values.tolist()
+            assert [value for _, value in best] == pytest.approx(wanted, abs=2e-4)

@@ -202,13 +202,14 @@ class LateDownload(Fault):
 
 
 def _is_sent(case: Case) -> bool:
-    return any(case.entry.name in results.names for results in case.engine.worker.result_rings)
+    ring = case.engine.worker.ring_of(case.runner)
+    return ring is not None and case.entry.name in ring.names
 
 
 def _ring_of(case: Case) -> tuple[DownloadRing, int]:
-    name = case.entry.name
-    results = next(one for one in case.engine.worker.result_rings if name in one.names)
-    return results.ring, results.names.index(name)
+    results = case.engine.worker.ring_of(case.runner)
+    assert results is not None
+    return results.ring, results.names.index(case.entry.name)
 
 
 DOWNLOADS: tuple[Fault, ...] = (LateDownload("late host copy", (TensorKind.OUTPUT,), _is_sent),)
