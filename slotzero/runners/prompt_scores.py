@@ -58,7 +58,7 @@ class PromptScores:
         specs = (*SAMPLING_TABLES, *mask_tables(vocab))
         own = {spec.name: _neutral(spec, device) for spec in specs}
         own["num_logprobs"].fill_(MAX_LOGPROBS)
-        own["bias_values"][:, 0] = CERTAIN
+        own["bias_values"][:, 0].fill_(CERTAIN)
         no_tokens = torch.zeros(BLOCK + 1, 1, dtype=torch.int32, device=device)
         rules = SamplingTables(no_tokens, **own)
         slots, position = tokens.slots, tokens.positions + 1

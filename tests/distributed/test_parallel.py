@@ -294,7 +294,7 @@ def test_certification_on_two_ranks(capsys, apart):
     settings = ["--tensor-parallel-size", "2", "--backend", "eager", "--no-show-progress"]
     how = ["--quick", "--enable-expert-parallel", *apart]
     assert main(["certify", "tiny:gpt-oss", *how, *words, *settings]) == 0
-    assert "passed: 3 of " in capsys.readouterr().out
+    assert "passed: 4 of " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -319,14 +319,25 @@ def generate(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def prompt_scores(llm: LLM) -> list[float]:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    scores = []
+    for output in llm.generate(["Hello", "a" * 40, "b"], params, use_tqdm=False):
+        for by_id in output.prompt_logprobs[1:]:
+            scores += sorted(entry.logprob for entry in by_id.values())
+    return scores
+
+
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_a_rank_that_is_killed_is_named(is_apart):
-    alone = generate(LLM("tiny:llama", **TINY))
+    one_rank = LLM("tiny:llama", **TINY)
+    alone, scores = generate(one_rank), prompt_scores(one_rank)
     llm = LLM(
         "tiny:llama", tensor_parallel_size=2, enable_dp_attention=is_apart,
         rank_timeout=RANK_TIMEOUT, speculative="eagle3", **TINY,
     )  # fmt: skip
     assert generate(llm) == alone and llm.engine.speculation.num_drafts > 0
+    assert prompt_scores(llm) == pytest.approx(scores, abs=1e-4)
     (pid,) = llm.engine.rank_group.pids
     os.kill(pid, signal.SIGKILL)
     start = time.monotonic()

@@ -91,6 +91,7 @@ def draw_visit(rng: random.Random, max_model_len: int) -> Visit:
         min_tokens=rng.randint(0, max_tokens),
         ignore_eos=rng.random() < 0.7,
         logprobs=rng.choice([None, None, 0, 4]),
+        prompt_logprobs=None if len(prompt) % 4 else 2,
     )
     patience = rng.randint(0, 10) if rng.random() < 0.15 else None
     return Visit(rng.choice([0, 0, 0, 1, 2, 5]), prompt, params, patience)
