@@ -36,6 +36,9 @@ class GenerationRequest:
     """Whether the prompt counts in the usage: several answers share one prompt."""
     echo: str = ""
     """Text sent before the answer."""
+    is_answered: bool = True
+    """Whether the answer is sent. If not, only the prompt's log probabilities are wanted, and the
+    engine generates one token, which is dropped."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class AnswerBuilder:
         self._rows: deque[tuple[TokenRow, int]] = deque()  # with the end of their text
         self._starts: list[int] = []  # where the text of each token begins; never decreases
         self.num_cached = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
 
     def grow(self, grown: TokenDelta) -> TextDelta:
@@ -87,6 +91,10 @@ class AnswerBuilder:
             raise EngineDiedError("the engine aborted this request: send it again")
         if self.num_tokens == 0:
             self.num_cached = min(grown.num_cached, len(self.request.prompt))
+            self.prompt_logprobs = grown.prompt_logprobs
+        if not self.request.is_answered:
+            self.finish_reason = "length"
+            return TextDelta(self.request.index, "", [], self.finish_reason, 0)
         spans = self._text.extend(grown.token_ids, grown.finish_reason)
         for token, span, values in zip(grown.token_ids, spans, grown.logprobs, strict=False):
             if not span.is_hidden:

@@ -7,7 +7,7 @@ from slotzero.server.answer import Answer, num_reasoning_tokens
 from slotzero.server.answer_plan import AnswerPlan
 from slotzero.server.answers import TextDelta
 from slotzero.server.generation import Generation
-from slotzero.server.logprobs import chat_logprobs
+from slotzero.server.logprobs import chat_logprobs, prompt_logprobs
 from slotzero.server.protocol import ChatRequest
 from slotzero.server.replies import (
     ChatChoice,
@@ -43,6 +43,7 @@ class ChatWriter:
         self._tokenizer = tokenizer
         self._num_top = body.top_logprobs or 0
         self._has_logprobs = bool(body.logprobs)
+        self._num_prompt_top = body.prompt_logprobs
         self._shows_reasoning = body.include_reasoning
         self._shows_tokens = bool(body.return_token_ids)
         self._prompt = plan.requests[0].prompt
@@ -87,7 +88,12 @@ class ChatWriter:
 
     def whole(self, generation: Generation) -> ChatReply:
         choices = [self._whole_choice(i, choice) for i, choice in enumerate(self._choices)]
-        return ChatReply(choices=choices, usage=self._counts(generation), **self._head)
+        made = ChatReply(choices=choices, usage=self._counts(generation), **self._head)
+        if self._num_prompt_top is not None:
+            made.prompt_logprobs = prompt_logprobs(
+                self._tokenizer, generation.answers[0], self._num_prompt_top
+            )
+        return made
 
     def _counts(self, generation: Generation) -> Usage:
         if not self._has_reasoning:

@@ -2,11 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 
-from slotzero.server.answers import GenerationRequest, TextDelta, TokenRow
+from slotzero.server.answers import AnswerBuilder, GenerationRequest, TextDelta, TokenRow
 from slotzero.server.generation import Generation
-from slotzero.server.logprobs import completion_logprobs
+from slotzero.server.logprobs import (
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    prompt_logprobs,
+)
 from slotzero.server.protocol import CompletionRequest
-from slotzero.server.replies import CompletionChoice, CompletionReply, head
+from slotzero.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply, head
 from slotzero.server.stream_format import OPENAI, Shape
 from slotzero.server.usage import StreamUsage, usage
 from slotzero.text.tokenizer import Tokenizer
@@ -14,8 +19,9 @@ from slotzero.text.tokenizer import Tokenizer
 
 class _CompletionChoice:
     def __init__(self, echo: str) -> None:
-        self.unsent_echo = echo
+        self.echo = echo
         self.text = echo
+        self.has_begun = False
         self.rows: list[TokenRow] = []
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
@@ -33,7 +39,8 @@ class CompletionWriter:
     ) -> None:
         """`model`: the name in replies, whichever of the model's names the request used."""
         self._tokenizer = tokenizer
-        self._num_top = body.logprobs
+        self._num_top, self._num_prompt_top = body.logprobs, body.prompt_logprobs
+        self._is_echoed = bool(body.echo)
         self._requests = requests
         self._shows_tokens = bool(body.return_token_ids)
         self._choices = [_CompletionChoice(request.echo) for request in requests]
@@ -51,10 +58,14 @@ class CompletionWriter:
         self.add(delta)
         self._usage.count(delta)
         choice = self._choices[delta.index]
-        text = choice.unsent_echo + delta.text
-        choice.unsent_echo = ""
-        if text or delta.rows or delta.finish_reason is not None:
-            made = self._choice(delta.index, text, delta.rows, delta.finish_reason)
+        is_first, choice.has_begun = not choice.has_begun, True
+        text = choice.echo + delta.text if is_first else delta.text
+        is_echo = self._is_echoed and is_first
+        if text or is_echo or delta.rows or delta.finish_reason is not None:
+            logprobs = self._logprobs(delta.rows, generation.answers[delta.index], is_echo)
+            made = CompletionChoice(
+                index=delta.index, text=text, logprobs=logprobs, finish_reason=delta.finish_reason
+            )
             if self._shows_tokens:
                 made.token_ids = delta.token_ids
             chunk = CompletionReply(choices=[made], **self._head)
@@ -72,8 +83,10 @@ class CompletionWriter:
 
     def whole(self, generation: Generation) -> CompletionReply:
         choices = [
-            self._choice(i, choice.text, choice.rows, choice.finish_reason)
-            for i, choice in enumerate(self._choices)
+            self._choice(i, choice, answer)
+            for i, (choice, answer) in enumerate(
+                zip(self._choices, generation.answers, strict=True)
+            )
         ]
         if self._shows_tokens:
             for made, choice, request in zip(choices, self._choices, self._requests, strict=True):
@@ -81,9 +94,27 @@ class CompletionWriter:
         return CompletionReply(choices=choices, usage=usage(generation.answers), **self._head)
 
     def _choice(
-        self, index: int, text: str, rows: list[TokenRow], reason: str | None
+        self, index: int, choice: _CompletionChoice, answer: AnswerBuilder
     ) -> CompletionChoice:
-        logprobs = None
-        if self._num_top is not None:
-            logprobs = completion_logprobs(self._tokenizer, rows, self._num_top)
-        return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason)
+        made = CompletionChoice(
+            index=index,
+            text=choice.text,
+            logprobs=self._logprobs(choice.rows, answer, self._is_echoed),
+            finish_reason=choice.finish_reason,
+        )
+        if self._num_prompt_top is not None:
+            made.prompt_logprobs = prompt_logprobs(self._tokenizer, answer, self._num_prompt_top)
+        return made
+
+    def _logprobs(
+        self, rows: Sequence[TokenRow], answer: AnswerBuilder, is_echo: bool
+    ) -> CompletionLogprobs | None:
+        """Return those of an answer, or of a part of it, after those of the prompt if this part
+        echoes it."""
+        if self._num_top is None:
+            return None
+        before = len(answer.request.echo)
+        made = completion_logprobs(self._tokenizer, rows, self._num_top, before)
+        if not is_echo:
+            return made
+        return joined(echoed_logprobs(self._tokenizer, answer, self._num_top), made)

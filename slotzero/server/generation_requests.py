@@ -7,6 +7,7 @@ here, under the client's name of the field.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from slotzero.errors import RequestError
@@ -41,6 +42,7 @@ _SAME_NAME = (
     "include_stop_str_in_output",
     "skip_special_tokens",
     "cache_salt",
+    "prompt_logprobs",
 )
 _WAYS = (
     "response_format",
@@ -61,13 +63,19 @@ def completion_requests(
 ) -> list[GenerationRequest]:
     given = {**sampling, **sampling_of(body)}
     given["max_tokens"] = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    is_answered = body.max_tokens != 0 or not body.echo
+    if not is_answered:
+        given["max_tokens"] = 1  # the engine always generates
     if body.logprobs is not None:
         given["logprobs"] = body.logprobs
+        if body.echo:
+            given["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     given |= without_words(given, body.bad_words or (), tokenizer)
     wanted = structure_of(body)
     structure = None if wanted is None else dict(wanted.params)
     names = {} if wanted is None else {"structured_outputs": wanted.field}
-    return generation_requests(given, prompts, echoes, body.n or 1, structure, names)
+    requests = generation_requests(given, prompts, echoes, body.n or 1, structure, names)
+    return [replace(request, is_answered=is_answered) for request in requests]
 
 
 def check_choices(body: GenerationFields, num_prompts: int) -> None:

@@ -49,6 +49,8 @@ class TokenDelta(Struct, array_like=True, frozen=True):
     num_cached: int  # tokens of the prompt that were found in the prefix cache
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: list[TokenLogprobs] = []
+    """Of the prompt's tokens from the second on; with the first new token, if wanted."""
 
 
 class Progress(Struct, tag="progress", array_like=True, frozen=True):

@@ -219,6 +219,7 @@ class EngineLoop:
         is_first = answer.num_taken == 0
         tokens, logprobs = answer.take()
         num_top = request.params.logprobs
+        scores = answer.prompt_logprobs if is_first else []
         if tokens and is_first:
             self._prompt_tokens += len(request.prompt_token_ids)
         self._generated_tokens += len(tokens)
@@ -234,6 +235,7 @@ class EngineLoop:
             request.num_found,
             None if answer.failure else request.finish_reason,
             request.stop_reason,
+            [TokenLogprobs(p.chosen, p.top_ids, p.top_values) for p in scores],
         )
 
     def _lose_answers(self, error: Exception) -> None:

@@ -150,6 +150,7 @@ class GenerationFields(RequestModel):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # NEUTRAL
     priority: Any = None
 
@@ -157,6 +158,11 @@ class GenerationFields(RequestModel):
     def _refuse(self) -> Self:
         all_answers = (*NEUTRAL["best_of"], self.n)  # all n answers are returned
         refuse_values(self, {**NEUTRAL, "best_of": all_answers})
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError(
+                "prompt_logprobs: not allowed with stream=true; leave out one of them",
+                "prompt_logprobs",
+            )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: allowed only with stream=true", "stream_options")
         return self
@@ -221,10 +227,8 @@ class CompletionRequest(GenerationFields):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "echo: not supported with logprobs, as prompt logprobs are not computed", "echo"
-            )
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens: 0 is allowed only with echo=true", "max_tokens")
         return self
 
 

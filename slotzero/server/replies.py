@@ -67,9 +67,20 @@ class ChatLogprobs(ReplyModel):
 
 class CompletionLogprobs(ReplyModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]  # null: the first token of an echoed prompt
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
+
+
+class PromptLogprob(ReplyModel):
+    """Of vLLM's `prompt_logprobs`, by the token's id."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # null: the first token
 
 
 class FunctionCall(ReplyModel):
@@ -119,6 +130,7 @@ class CompletionChoice(TokenIds):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Head(ReplyModel):
@@ -134,6 +146,7 @@ class Head(ReplyModel):
 class ChatReply(Head):
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatChunk(Head):

@@ -76,6 +76,18 @@ BODIES: list[tuple[str, str, dict[str, Any]]] = [
             "seed": 1234,
         },
     ),
+    (  # a choice among given continuations: their log probabilities
+        "lm-eval 0.4.13",
+        COMPLETION,
+        {
+            "prompt": [[72, 105], [72, 111]],
+            "max_tokens": 1,
+            "temperature": 0,
+            "logprobs": 1,
+            "seed": 1234,
+            "echo": True,
+        },
+    ),
     (
         "litellm 1.109.1",
         CHAT,
@@ -123,8 +135,6 @@ def test_bodies_of_other_clients(client: str, path: str, body: dict[str, Any]) -
 
 
 def test_unsupported_parameters_are_refused_by_name() -> None:
-    scored = {"prompt": [[72, 105]], "max_tokens": 1, "logprobs": 1, "echo": True}  # lm-eval's
-    assert refused(COMPLETION, {"model": "tiny", **scored})["param"] == "echo"
     best = {"prompt": "Hi", "n": 2, "best_of": 3}
     assert refused(COMPLETION, {"model": "tiny", **best})["param"] == "best_of"
     for name, value in (

@@ -108,6 +108,33 @@ def test_completion_and_echo(client: OpenAI, llm: LLM) -> None:
     assert made.choices[0].text == "Once" + expected
 
 
+def test_a_prompt_is_scored_as_offline(client: OpenAI, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+    (output,) = llm.generate("Once upon", params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    expected = output.prompt_logprobs[1:]
+    ids = output.prompt_token_ids
+    prompts: list[Any] = ["Once upon", ids]
+    for prompt in prompts:
+        asked: Any = {"model": "tiny", "prompt": prompt, "temperature": 0}
+        (choice,) = client.completions.create(**asked, max_tokens=0, echo=True, logprobs=2).choices
+        assert (choice.text, choice.finish_reason) == ("Once upon", "length")
+        made = choice.logprobs
+        assert made is not None and made.tokens == ["<bos>", *"Once upon"]
+        assert made.text_offset == [0, *range(len("Once upon"))]
+        values = [by_id[token].logprob for token, by_id in zip(ids[1:], expected, strict=True)
+                  if by_id is not None]  # fmt: skip
+        assert made.token_logprobs == [None, *values]
+        body: Any = {"prompt_logprobs": 2}
+        (choice,) = client.completions.create(**asked, max_tokens=1, extra_body=body).choices
+        shown = choice.model_extra["prompt_logprobs"]  # type: ignore[index]
+        for of_token, by_id in zip(shown[1:], expected, strict=True):
+            assert by_id is not None
+            assert {int(token): entry["logprob"] for token, entry in of_token.items()} == {
+                token: entry.logprob for token, entry in by_id.items()
+            }
+
+
 def test_a_seed_gives_what_it_gives_offline(client: OpenAI, llm: LLM) -> None:
     made = client.completions.create(model="tiny", prompt="Once", seed=5, n=3, max_tokens=12)
     expected = offline(llm, "Once", temperature=1, seed=5, n=3, max_tokens=12)

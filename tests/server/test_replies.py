@@ -136,6 +136,82 @@ def test_completion_logprobs() -> None:
     assert [offset for row in rows for offset in row["text_offset"]] == [0, 1]
 
 
+@pytest.mark.parametrize("prompt", ["Hé", list("Hé".encode())])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_log_probabilities_of_an_echo(prompt: Any, is_streamed: bool) -> None:
+    asked: Any = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 2, "n": 2}
+    if is_streamed:
+        chunks = stream(FakeClient("ab"), "/v1/completions", **asked)
+        parts = [
+            [
+                chunk["choices"][0]["logprobs"]
+                for chunk in chunks
+                if chunk["choices"][0]["index"] == i
+            ]
+            for i in range(2)
+        ]
+        made = [
+            {name: [entry for part in of_choice for entry in part[name]] for name in of_choice[0]}
+            for of_choice in parts
+        ]
+    else:
+        made = [choice["logprobs"] for choice in complete(FakeClient("ab"), **asked)["choices"]]
+    half = "\N{REPLACEMENT CHARACTER}"
+    tokens, offsets = ["H", half, half, "a", "b"], [0, 1, 1, 2, 3]
+    if isinstance(prompt, str):  # then the tokenizer adds a token that is not text
+        tokens, offsets = ["<bos>", *tokens], [0, *offsets]
+    wanted = {
+        "tokens": tokens,
+        "token_logprobs": [None, *[-0.5] * (len(tokens) - 1)],
+        "top_logprobs": [None, *({token: -0.5} for token in tokens[1:])],
+        "text_offset": offsets,
+    }
+    assert made == [wanted, wanted]
+
+
+def test_an_echo_begins_before_the_prompt_that_was_cut_off() -> None:
+    asked: Any = {"prompt": "Hello", "truncate_prompt_tokens": 2, "echo": True, "logprobs": 0}
+    (choice,) = complete(FakeClient("ab"), **asked)["choices"]
+    assert choice["text"] == "Helloab"
+    assert choice["logprobs"]["tokens"][:2] == ["l", "o"]
+    assert choice["logprobs"]["text_offset"] == [3, 4, 5, 6]
+    assert choice["logprobs"]["top_logprobs"] is None
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_prompt_is_scored_without_an_answer(is_streamed: bool) -> None:
+    asked: Any = {"prompt": [72, 105], "echo": True, "logprobs": 1, "max_tokens": 0}
+    client = FakeClient("ab")
+    if is_streamed:
+        (chunk,) = stream(client, "/v1/completions", **asked)
+        (choice,) = chunk["choices"]
+    else:
+        made = complete(client, **asked)
+        (choice,) = made["choices"]
+        assert made["usage"]["completion_tokens"] == 0
+    assert (choice["text"], choice["finish_reason"]) == ("Hi", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5]
+    assert client.params["max_tokens"] == 1, "an engine always generates"
+    assert complete(client, prompt="Hi", echo=True, max_tokens=0)["choices"][0]["text"] == "Hi"
+
+
+def test_prompt_logprobs_in_the_shape_of_vllm() -> None:
+    x = {"logprob": -1.5, "rank": 2, "decoded_token": "x"}
+    wanted = [None, {"105": {"logprob": -0.5, "rank": 1, "decoded_token": "i"}, "120": x}]
+    made = complete(FakeClient("ab"), prompt=[72, 105], prompt_logprobs=2, n=2)
+    assert [choice["prompt_logprobs"] for choice in made["choices"]] == [wanted, wanted]
+    alone = wanted[1]["105"] | {"rank": None}  # type: ignore[index]
+    asked: Any = {"prompt": [72, 105], "prompt_logprobs": 0, "logprobs": 1, "echo": True}
+    made = complete(FakeClient("ab"), **asked)
+    assert made["choices"][0]["prompt_logprobs"] == [None, {"105": alone}]
+    assert made["choices"][0]["logprobs"]["top_logprobs"][1] == {"i": -0.5}
+    made = chat(FakeClient("ab"), prompt_logprobs=1)
+    assert made["prompt_logprobs"][0] is None
+    assert len(made["prompt_logprobs"]) == made["usage"]["prompt_tokens"]
+    for plain in (complete(FakeClient("ab"))["choices"][0], chat(FakeClient("ab"))):
+        assert "prompt_logprobs" not in plain
+
+
 def test_tokens_for_a_slow_client_are_sent_in_one_chunk() -> None:
     made = stream(FakeClient("abcdef" * 20, step=1), "/v1/completions", max_tokens=200, logprobs=1)
     assert "".join(chunk["choices"][0]["text"] for chunk in made) == "abcdef" * 20

@@ -36,6 +36,7 @@ def test_parameters_reach_the_engine() -> None:
         "presence_penalty": -1, "repetition_penalty": 1.1, "seed": 7, "min_tokens": 2,
         "ignore_eos": True, "stop_token_ids": [1], "skip_special_tokens": False,
         "include_stop_str_in_output": True, "cache_salt": "mine",
+        "prompt_logprobs": 2,
     }  # fmt: skip
     chat(client, **same, max_completion_tokens=9, logit_bias={"5": -100})
     assert client.params == same | {"max_tokens": 9, "logit_bias": {5: -100.0}}
@@ -175,6 +176,7 @@ def test_a_wrong_field_is_named(body: dict[str, Any], param: str) -> None:
         ),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"reasoning_effort": "often"}, "reasoning_effort"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
@@ -193,7 +195,10 @@ def test_a_wrong_field_of_a_chat_is_named(body: dict[str, Any], param: str) -> N
     [
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"prompt": None}, "prompt"),
         ({"prompt": 3}, "prompt"),
         ({"prompt": ["a", 3]}, "prompt[1]"),

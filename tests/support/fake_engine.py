@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import httpx
+import msgspec
 
 from slotzero.errors import (
     EngineDiedError,
@@ -123,7 +124,11 @@ class FakeClient:
             tokens.append(EOS)
         limit = params.get("max_tokens") or MAX_LEN
         reason = "stop" if len(tokens) <= limit else "length"
-        return FakeStream(self, request_id, self._grown(request_id, tokens[:limit], params, reason))
+        grown = self._grown(request_id, tokens[:limit], params, reason)
+        if (wanted := params.get("prompt_logprobs")) is not None:
+            scores = [_logprobs(token, wanted) for token in prompt[1:]]
+            grown[0] = msgspec.structs.replace(grown[0], prompt_logprobs=scores)
+        return FakeStream(self, request_id, grown)
 
     def _grown(
         self, request_id: str, tokens: list[int], params: Mapping[str, Any], reason: str
