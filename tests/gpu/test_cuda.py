@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import FAMILIES, RECURRENT
 from shadow import Shadow
-from traced import Traced, prompts_of
+from traced import Traced, expect_scored, prompts_of
 
 from slotzero import LLM, SamplingParams
 from slotzero.errors import RecordingError, UnsupportedModelError
@@ -38,7 +38,12 @@ def test_family_equals_transformers(oracles, family):
     traced = Traced(oracle.path, **SETTINGS, max_num_seqs=4, enable_prefix_caching=False)
     expect_equal(traced, oracle, prompts_of([60, 7, 33, 1], oracle.vocab_size))
     assert traced.engine.worker.decode.counts.replays > 0
-    assert {r.backend for r in traced.engine.worker.decode.records.values()} == {"cuda"}
+    worker = traced.engine.worker
+    assert {r.backend for r in worker.decode.records.values()} == {"cuda"}
+    if not family.startswith("rope"):  # their angles at a position depend on the whole prompt
+        expect_scored(traced, oracle, prompts_of([90, 2], oracle.vocab_size))
+        (scored,) = worker.scored_prefills
+        assert {r.backend for r in scored.records.values()} == {"cuda"}
 
 
 @pytest.mark.parametrize("family", CPU_ONLY)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from oracle import FAMILIES, RECURRENT, build
-from traced import Traced, prompts_of
+from traced import Traced, expect_scored, prompts_of
 
 from slotzero import LLM, SamplingParams
 from slotzero.checkpoint.tiny import tiny_checkpoint
@@ -45,6 +45,7 @@ def test_equals_transformers(device, monkeypatch, few_programs, tmp_path, family
         assert tokens == expected
         got = torch.stack(traced.logits[request_id])
         assert (got - logits).abs().max() < 1e-4
+    expect_scored(traced, oracle, prompts_of([20], oracle.vocab_size))
     assert traced.engine.worker.registry["kv_full"][:, 0].abs().max() == 0
 
 
