@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 RUNTIME := $(VENV)/.installed-runtime
 TEST := $(VENV)/.installed-test
+CLIENTS := $(VENV)-openai2 $(VENV)-openai3
 INPUTS := pyproject.toml constraints.txt
 CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 4 --no-loadscope-reorder
@@ -17,13 +18,13 @@ PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 4 --no-loadscope-reo
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE  # or each process of a test compiles every module again
 .DELETE_ON_ERROR:
-.PHONY: serve help install chat test test-fast test-gpu bench certify mutate clean
+.PHONY: serve help install chat test test-fast test-gpu test-clients bench certify mutate clean
 
 serve: $(RUNTIME)  ## install, then serve the default model over the OpenAI API on port 8000
 	@$(BIN)/slotzero serve
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  variables: PYTHON=$(PYTHON) creates the virtual environment, VENV=$(VENV) is its folder"
 
@@ -42,6 +43,11 @@ test-fast: $(TEST)  ## install, then run ruff, mypy and the tests that are not s
 
 test-gpu: $(TEST)  ## install, then run the tests that need an NVIDIA GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu -n 15 --no-loadscope-reorder tests/gpu tests/kernels/triton tests/bench/test_bench.py
+
+test-clients: $(TEST) $(CLIENTS:%=%/.installed)  ## install, then run the tests with clients, each set in an environment of its own
+	for set in $(CLIENTS); do \
+	    SLOTZERO_PYTHON=$(abspath $(BIN))/python $$set/bin/python -m pytest --confcutdir tests/clients tests/clients/$${set##*-} || exit 1; \
+	done
 
 bench: $(TEST)  ## install, then compare the speed with llama.cpp and transformers on this CPU
 	$(BIN)/python benchmarks/cpu.py
@@ -70,4 +76,10 @@ $(RUNTIME): $(INPUTS) | $(BIN)/python
 
 $(TEST): $(INPUTS) $(RUNTIME)
 	$(PIP) -e '.[test]'
+	@touch $@
+
+# Two environments, since some clients need version 2 of the package openai, others version 3.
+$(VENV)-%/.installed: tests/clients/%/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check -r $<
 	@touch $@
