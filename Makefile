@@ -39,7 +39,7 @@ test: $(TEST)  ## install, then run ruff, mypy and all tests
 
 test-fast: $(TEST)  ## install, then run ruff, mypy and the tests that are not slow
 	$(CHECK)
-	$(PYTEST) -m 'not slow and not gpu' -p no:schemathesis
+	$(PYTEST) -m 'not slow and not gpu'
 
 test-gpu: $(TEST)  ## install, then run the tests that need an NVIDIA GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu -n 15 --no-loadscope-reorder tests/gpu tests/kernels/triton tests/bench/test_bench.py

@@ -37,10 +37,9 @@ KINDS = {
 @pytest.mark.parametrize("names", GROUPS, ids="-".join)
 def test_through_the_interpreter(names):
     pytest.importorskip("triton", reason="triton has no wheel for this platform")
-    quick = ("-p", "no:schemathesis")  # it takes a second to load, and no test needs it
     files = [f"{FOLDER}/test_{name}.py" for name in names]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *quick, "-rp", *files],
+        [sys.executable, "-m", "pytest", "-rp", *files],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -12,7 +12,6 @@ import transformers
 from bridged import BRIDGED, config_folder, config_of
 from oracle import BASE, Oracle, build
 from traced import Traced, expect_equal, prompts_of
-from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
 from slotzero import LLM, SamplingParams
 from slotzero.certify.session import CertifySession
@@ -171,7 +170,8 @@ BAD_CODE = {
 
 @pytest.mark.parametrize(("code", "reason"), BAD_CODE.items())
 def test_code_that_no_graph_can_repeat_is_named(monkeypatch, code: Any, reason: str) -> None:
-    monkeypatch.setattr(GPTNeoXMLP, "forward", code)
+    mlp = "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXMLP"
+    monkeypatch.setattr(f"{mlp}.forward", code)
     with pytest.raises(UnsupportedModelError, match=reason):
         examine(config_of("GPTNeoX"))
 
