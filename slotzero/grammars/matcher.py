@@ -9,6 +9,7 @@ lexer, which grows. When it reaches a limit, the answer is computed again with i
 
 import functools
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 WORD_BITS = 32
 _NO_END = "<|no end of sequence|>"
+_IN_LARK = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
+"""Where a schema is in a grammar that Slotzero has written around it."""
 
 
 class GrammarVocabulary(NamedTuple):
@@ -133,7 +136,7 @@ def first_line(error: object) -> str:
     if lines[:1] == ["NoExtensionBias"]:
         return "no text can match it"
     stated = (line.removeprefix("error: ") for line in lines if line.startswith("error: "))
-    return next(stated, lines[0] if lines else "refused")
+    return _IN_LARK.sub("", next(stated, lines[0] if lines else "refused"))
 
 
 def mask_of(tokens: Collection[int], num_bytes: int) -> bytes:

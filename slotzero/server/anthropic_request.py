@@ -66,9 +66,9 @@ class TurnMessage(RequestModel):
 
 
 class AnthropicTool(RequestModel):
+    type: Literal["custom"] | None = None
     name: ToolName
     input_schema: dict[str, Any]
-    type: Literal["custom"] | None = None
     description: str | None = None
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None

@@ -158,7 +158,21 @@ def field_and_message(errors: Sequence[Any], body: Any) -> tuple[str | None, str
         return None, "the body must be a JSON object, with Content-Type: application/json"
     if error["type"] == "extra_forbidden":
         return param, f"{param}: unknown field"
-    return param, f"{param}: {error['msg']}"
+    return param, f"{param}: {_told(error)}"
+
+
+def _told(error: Any) -> str:
+    """Return pydantic's message, or what it does not say: which value is wrong."""
+    given = error["input"]
+    match error["type"]:
+        case "missing":
+            return "missing"
+        case "literal_error":
+            return f"must be {error['ctx']['expected']}, got {repr(given)[:40]}"
+        case "string_pattern_mismatch":
+            pattern = error["ctx"]["pattern"]
+            return f"{given[:40]!r}, of {len(given)} characters, does not match {pattern}"
+    return str(error["msg"])
 
 
 def field_path(error: Any, body: Any) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 from slotzero.errors import RequestError
 from slotzero.server.chat_messages import Message, NamedTool, Tool
 from slotzero.server.conversation import ToolSpec, ToolUse
+from slotzero.server.tool_schemas import check_schema
 from slotzero.text.chat_template import reserved_variable, template_message
-
-MAX_SCHEMA_DEPTH = 64
 
 
 def function_tools(
@@ -38,7 +37,7 @@ def function_tools(
 def tool_spec(function: dict[str, Any], is_strict: bool | None, where: str) -> ToolSpec:
     """`function`: as chat templates expect it. `where`: the client's field of its schema."""
     schema = function.get("parameters")
-    _check_schema(schema, where)
+    check_schema(schema, where)
     shown = {"type": "function", "function": function}
     return ToolSpec(function["name"], schema, bool(is_strict), shown)
 
@@ -60,36 +59,6 @@ def tool_use(
         raise RequestError(f"{name_field}: {name[:64]!r} is not one of the tools", name_field)
     kind = (choice or "auto") if name is None else "named"
     return ToolUse(specs, kind, name or "", is_parallel is not False)
-
-
-def _check_schema(schema: Mapping[str, Any] | None, where: str) -> None:
-    """Refuse what cannot be the JSON schema of a function's arguments."""
-    if schema is None:
-        return
-    kind, properties = schema.get("type", "object"), schema.get("properties", {})
-    required = schema.get("required", [])
-    for ok, rule in (
-        (kind == "object", f".type must be 'object', got {str(kind)[:40]!r}"),
-        (isinstance(properties, Mapping), ".properties must be an object"),
-        (
-            isinstance(required, list) and all(isinstance(name, str) for name in required),
-            ".required must be a list of names",
-        ),
-        (_depth_is_at_most(schema, MAX_SCHEMA_DEPTH), f" is nested over {MAX_SCHEMA_DEPTH} deep"),
-    ):
-        if not ok:
-            raise RequestError(f"{where}{rule}", where)
-    for name, value in properties.items():
-        if not isinstance(value, Mapping | bool):
-            field = f"{where}.properties.{name[:64]}"
-            raise RequestError(f"{field} must be a schema, got {type(value).__name__}", field)
-
-
-def _depth_is_at_most(value: Any, depth: int) -> bool:
-    if not isinstance(value, Mapping | list):
-        return True
-    inner = value.values() if isinstance(value, Mapping) else value
-    return depth > 0 and all(_depth_is_at_most(part, depth - 1) for part in inner)
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

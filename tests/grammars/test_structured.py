@@ -301,6 +301,7 @@ def test_choices_are_literal_text() -> None:
         ({"regex": "[^\\x00-\\u{10ffff}]"}, "regex: no text can match it"),
         ({"regex": "(a?){500}a{500}"}, "regex: lexer error: too many expressions"),
         ({"json_schema": {"type": "nope"}}, "json_schema: Invalid type: nope"),
+        ({"grammar": 'start: %json {"type": "nope"}'}, "grammar: Invalid type: nope"),
         ({"json_schema": {"$ref": "#/nope"}}, "json_schema: Pointer '/nope' does not exist"),
         ({"json_schema": {"uniqueItems": True}}, "json_schema: Unimplemented keys"),
     ],

@@ -220,7 +220,7 @@ def test_an_error_within_a_stream_has_the_next_number() -> None:
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": "x", "tools": [WEATHER | {"name": "x" * 65}]}, "tools[0].name"),
         ({"input": "x", "tools": [WEATHER | {"parameters": {"type": "string"}}]},
-         "tools[0].parameters"),
+         "tools[0].parameters.type"),
         ({"input": "x", "tools": [WEATHER, WEATHER]}, "tools"),
         ({"input": "x", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "g"}},
          "tool_choice"),

@@ -340,19 +340,48 @@ def test_a_structure_beside_tools_is_an_alternative(way: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("parameters", "where"),
     [
-        ({"type": "array"}, ""),
-        ({"properties": []}, ""),
+        ({"type": "array"}, ".type"),
+        ({"properties": []}, ".properties"),
         ({"properties": {"a": 3}}, ".properties.a"),
-        ({"required": "a"}, ""),
-        ({"properties": {"a": {"x": [[[]]] * 2}}, "required": [1]}, ""),
+        ({"required": "a"}, ".required"),
+        ({"properties": {"a": {"x": [[[]]] * 2}}, "required": [1]}, ".required"),
+        ({"properties": {"a": {"type": "strin"}}}, ".properties.a.type"),
+        ({"properties": {"a": {"type": ["string", 3]}}}, ".properties.a.type"),
+        ({"properties": {"a": {"items": {"anyOf": [{}, {"type": "text"}]}}}},
+         ".properties.a.items.anyOf[1].type"),
+        ({"$defs": {"a": {"oneOf": {}}}}, ".$defs.a.oneOf"),
+        ({"additionalProperties": 3}, ".additionalProperties"),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"c": {}}}, ".properties.a.$ref"),
     ],
-)
+)  # fmt: skip
 def test_a_schema_that_is_none_is_refused(parameters: Any, where: str) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     error = refused(
         "/v1/chat/completions", CHAT | {"tools": [tool]}, tokenizer=tool_tokenizer(HERMES_TEMPLATE)
     )
     assert error["param"] == f"tools[0].function.parameters{where}"
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"properties": {"type": {"const": "strin"}, "$ref": True, "required": False}},
+        {"properties": {"a": {"$ref": "#"}, "b": {"$ref": "#/properties/a"}}},
+        {"properties": {"a": {"$ref": "#/$defs/x~1y%20z/anyOf/1"}},
+         "$defs": {"x/y z": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/x~1y%20z"}]}}},
+        {"properties": {"a": {"type": ["string", "null"], "items": [{}, {}]}}},
+        {"properties": {"a": {"$ref": "#anchor"}}, "x-any": {"type": 3, "properties": []}},
+        {"properties": {"a": {"default": {"type": "strin"}, "enum": [{"$ref": "#/no"}]}}},
+    ],
+)  # fmt: skip
+def test_an_unusual_schema_is_accepted(parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    body = CHAT | {"tools": [tool]}
+    reply = ask(
+        FakeClient(), "/v1/chat/completions", body, tokenizer=tool_tokenizer(HERMES_TEMPLATE)
+    )
+    assert reply.status_code == 200, reply.text
 
 
 def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
