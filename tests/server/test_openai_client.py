@@ -393,7 +393,7 @@ def test_schemas_with_definitions(client: OpenAI) -> None:
         return json.loads(called.function.arguments)
 
     assert set(call("#/$defs/Pair")) == {"a", "b"}
-    with pytest.raises(openai.BadRequestError, match=r"tools: .*/\$defs/Gone"):
+    with pytest.raises(openai.BadRequestError, match=r"parameters\.\$ref: .*/\$defs/Gone"):
         call("#/$defs/Gone")
 
 
