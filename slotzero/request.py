@@ -100,8 +100,8 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether it may begin after a cached prefix. The tokens of that would not be scored."""
-        return self.params.prompt_logprobs is None
+        """Whether it may begin after a cached prefix. The tokens of that are not scored."""
+        return self.params.prompt_logprobs is None or bool(self.output_token_ids)
 
     def is_scored_at(self, position: int) -> bool:
         """Return whether the token after this position is one of the prompt and to be scored."""

@@ -50,14 +50,12 @@ class Results:
 
     def scores(self, first: int, num: int, num_top: int) -> list[RowLogprobs]:
         """Return the log probabilities of the tokens after `num` tokens of the step."""
-        part = slice(first, first + num)
-        downloaded = self._download.wait()
-        values, ids = (
-            downloaded[self._names.index(name)][part].tolist() for name in (SCORES, SCORE_TOP_IDS)
-        )
+        part, downloaded = slice(first, first + num), self._download.wait()
+        values = downloaded[self._names.index(SCORES)][part, : 1 + num_top].tolist()
+        ids = downloaded[self._names.index(SCORE_TOP_IDS)][part, :num_top].tolist()
         return [
-            RowLogprobs(chosen, of_token[:num_top], top[:num_top])
-            for (chosen, *top), of_token in zip(values, ids, strict=True)
+            RowLogprobs(chosen, top_ids, top_values)
+            for (chosen, *top_values), top_ids in zip(values, ids, strict=True)
         ]
 
     def _chosen(self, row: int) -> list[int]:

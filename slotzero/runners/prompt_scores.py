@@ -1,9 +1,8 @@
 """Log probabilities of the tokens of prompts, computed in a prefill step.
 
 After a token of a prompt, the next token is known: its log probability, and those of the most
-likely tokens, are what `sample` reports for a row in which that token must be chosen. So they have
-the same bits as those of generated tokens. Few tokens are scored at a time, because logits of a
-whole step would take gigabytes.
+likely tokens, are what `sample` reports for a row in which that token must be chosen. Few tokens
+are scored at a time, because logits of a whole step would take gigabytes.
 """
 
 import torch
@@ -26,7 +25,7 @@ from slotzero.sampling.tables import (
 SCORES, SCORE_TOP_IDS = "scores", "score_top_ids"
 SCORED = (SCORES, SCORE_TOP_IDS)
 BLOCK = 64  # tokens that are scored together
-CERTAIN = 1e30  # a bias that no logit exceeds
+CERTAIN = 1e30  # a bias that no finite logit exceeds
 
 
 class PromptScores:

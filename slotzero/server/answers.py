@@ -37,8 +37,10 @@ class GenerationRequest:
     echo: str = ""
     """Text sent before the answer."""
     is_answered: bool = True
-    """Whether the answer is sent. If not, only the prompt's log probabilities are wanted, and the
-    engine generates one token, which is dropped."""
+    """Whether the answer is sent. If not, the engine generates one token, which is dropped."""
+    shows_end: bool = False
+    """Whether the token that ends the answer has log probabilities too, although it is not text:
+    clients that score an echo expect them for every generated token."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class AnswerBuilder:
             return TextDelta(self.request.index, "", [], self.finish_reason, 0)
         spans = self._text.extend(grown.token_ids, grown.finish_reason)
         for token, span, values in zip(grown.token_ids, spans, grown.logprobs, strict=False):
-            if not span.is_hidden:
+            if not span.is_hidden or self.request.shows_end:
                 self._rows.append((TokenRow(token, span.start, values), span.end))
         self._starts += [span.start for span in spans]
         self.finish_reason = grown.finish_reason if self._text.stop is None else "stop"

@@ -7,7 +7,7 @@ from slotzero.server.answer import Answer, num_reasoning_tokens
 from slotzero.server.answer_plan import AnswerPlan
 from slotzero.server.answers import TextDelta
 from slotzero.server.generation import Generation
-from slotzero.server.logprobs import chat_logprobs, prompt_logprobs
+from slotzero.server.logprobs import LogprobShapes
 from slotzero.server.protocol import ChatRequest
 from slotzero.server.replies import (
     ChatChoice,
@@ -40,7 +40,7 @@ class ChatWriter:
         self, body: ChatRequest, tokenizer: Tokenizer, plan: AnswerPlan, model: str
     ) -> None:
         """`model`: the name in replies, whichever of the model's names the request used."""
-        self._tokenizer = tokenizer
+        self._shapes = LogprobShapes(tokenizer)
         self._num_top = body.top_logprobs or 0
         self._has_logprobs = bool(body.logprobs)
         self._num_prompt_top = body.prompt_logprobs
@@ -90,8 +90,9 @@ class ChatWriter:
         choices = [self._whole_choice(i, choice) for i, choice in enumerate(self._choices)]
         made = ChatReply(choices=choices, usage=self._counts(generation), **self._head)
         if self._num_prompt_top is not None:
-            made.prompt_logprobs = prompt_logprobs(
-                self._tokenizer, generation.answers[0], self._num_prompt_top
+            scores = generation.answers[0].prompt_logprobs
+            made.prompt_logprobs = self._shapes.of_prompt(
+                self._prompt, scores, self._num_prompt_top
             )
         return made
 
@@ -107,7 +108,7 @@ class ChatWriter:
         state = self._choices[index]
         rows = state.rows[state.num_rows_sent :]
         if self._has_logprobs and rows:
-            choice.logprobs = chat_logprobs(self._tokenizer, rows, self._num_top)
+            choice.logprobs = self._shapes.of_chat(rows, self._num_top)
             state.num_rows_sent += len(rows)
         if self._shows_tokens:
             choice.token_ids = state.token_ids[state.num_tokens_sent :]
@@ -132,7 +133,7 @@ class ChatWriter:
             ]
         logprobs = None
         if self._has_logprobs:
-            logprobs = chat_logprobs(self._tokenizer, choice.rows, self._num_top)
+            logprobs = self._shapes.of_chat(choice.rows, self._num_top)
         assert choice.finish_reason is not None
         made = ChatChoice(
             index=index, message=message, logprobs=logprobs, finish_reason=choice.finish_reason

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from slotzero.server.answers import AnswerBuilder, GenerationRequest, TextDelta, TokenRow
+from slotzero.server.answers import GenerationRequest, TextDelta, TokenRow
 from slotzero.server.generation import Generation
-from slotzero.server.logprobs import (
-    completion_logprobs,
-    echoed_logprobs,
-    joined,
-    prompt_logprobs,
-)
+from slotzero.server.generation_requests import answers_per_score
+from slotzero.server.logprobs import LogprobShapes, joined
+from slotzero.server.messages import TokenLogprobs
 from slotzero.server.protocol import CompletionRequest
 from slotzero.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply, head
 from slotzero.server.stream_format import OPENAI, Shape
@@ -38,7 +35,8 @@ class CompletionWriter:
         model: str,
     ) -> None:
         """`model`: the name in replies, whichever of the model's names the request used."""
-        self._tokenizer = tokenizer
+        self._shapes = LogprobShapes(tokenizer)
+        self._num_sharing = answers_per_score(body)
         self._num_top, self._num_prompt_top = body.logprobs, body.prompt_logprobs
         self._is_echoed = bool(body.echo)
         self._requests = requests
@@ -62,7 +60,7 @@ class CompletionWriter:
         text = choice.echo + delta.text if is_first else delta.text
         is_echo = self._is_echoed and is_first
         if text or is_echo or delta.rows or delta.finish_reason is not None:
-            logprobs = self._logprobs(delta.rows, generation.answers[delta.index], is_echo)
+            logprobs = self._logprobs(delta.index, delta.rows, generation, is_echo)
             made = CompletionChoice(
                 index=delta.index, text=text, logprobs=logprobs, finish_reason=delta.finish_reason
             )
@@ -82,39 +80,40 @@ class CompletionWriter:
             yield self.shape.event(chunk.json_bytes())
 
     def whole(self, generation: Generation) -> CompletionReply:
-        choices = [
-            self._choice(i, choice, answer)
-            for i, (choice, answer) in enumerate(
-                zip(self._choices, generation.answers, strict=True)
-            )
-        ]
+        choices = [self._choice(i, choice, generation) for i, choice in enumerate(self._choices)]
         if self._shows_tokens:
             for made, choice, request in zip(choices, self._choices, self._requests, strict=True):
                 made.token_ids, made.prompt_token_ids = choice.token_ids, request.prompt
         return CompletionReply(choices=choices, usage=usage(generation.answers), **self._head)
 
     def _choice(
-        self, index: int, choice: _CompletionChoice, answer: AnswerBuilder
+        self, index: int, choice: _CompletionChoice, generation: Generation
     ) -> CompletionChoice:
         made = CompletionChoice(
             index=index,
             text=choice.text,
-            logprobs=self._logprobs(choice.rows, answer, self._is_echoed),
+            logprobs=self._logprobs(index, choice.rows, generation, self._is_echoed),
             finish_reason=choice.finish_reason,
         )
         if self._num_prompt_top is not None:
-            made.prompt_logprobs = prompt_logprobs(self._tokenizer, answer, self._num_prompt_top)
+            prompt, scores = self._requests[index].prompt, self._scores(index, generation)
+            made.prompt_logprobs = self._shapes.of_prompt(prompt, scores, self._num_prompt_top)
         return made
 
     def _logprobs(
-        self, rows: Sequence[TokenRow], answer: AnswerBuilder, is_echo: bool
+        self, index: int, rows: Sequence[TokenRow], generation: Generation, is_echo: bool
     ) -> CompletionLogprobs | None:
         """Return those of an answer, or of a part of it, after those of the prompt if this part
         echoes it."""
         if self._num_top is None:
             return None
-        before = len(answer.request.echo)
-        made = completion_logprobs(self._tokenizer, rows, self._num_top, before)
+        request = self._requests[index]
+        made = self._shapes.of_completion(rows, self._num_top, len(request.echo))
         if not is_echo:
             return made
-        return joined(echoed_logprobs(self._tokenizer, answer, self._num_top), made)
+        scores = self._scores(index, generation)
+        return joined(self._shapes.of_echo(request, scores, self._num_top), made)
+
+    def _scores(self, index: int, generation: Generation) -> Sequence[TokenLogprobs]:
+        """Return the log probabilities of a prompt, which only some of its answers have."""
+        return generation.answers[index - index % self._num_sharing].prompt_logprobs

@@ -63,19 +63,29 @@ def completion_requests(
 ) -> list[GenerationRequest]:
     given = {**sampling, **sampling_of(body)}
     given["max_tokens"] = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    wanted = structure_of(body)
     is_answered = body.max_tokens != 0 or not body.echo
     if not is_answered:
-        given["max_tokens"] = 1  # the engine always generates
+        given |= {"max_tokens": 1, "min_tokens": 0}  # the engine always generates
+        wanted = None
+    is_scored = bool(body.echo) and body.logprobs is not None
     if body.logprobs is not None:
         given["logprobs"] = body.logprobs
-        if body.echo:
+        if is_scored:
             given["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     given |= without_words(given, body.bad_words or (), tokenizer)
-    wanted = structure_of(body)
     structure = None if wanted is None else dict(wanted.params)
     names = {} if wanted is None else {"structured_outputs": wanted.field}
-    requests = generation_requests(given, prompts, echoes, body.n or 1, structure, names)
-    return [replace(request, is_answered=is_answered) for request in requests]
+    requests = generation_requests(
+        given, prompts, echoes, body.n or 1, structure, names, answers_per_score(body)
+    )
+    return [replace(request, is_answered=is_answered, shows_end=is_scored) for request in requests]
+
+
+def answers_per_score(body: CompletionRequest) -> int:
+    """Return how many answers share the log probabilities of their prompt. A streamed answer has
+    its own, because it waits for no other."""
+    return 1 if body.stream else body.n or 1
 
 
 def check_choices(body: GenerationFields, num_prompts: int) -> None:
@@ -186,8 +196,10 @@ def generation_requests(
     n: int,
     structure: dict[str, Any] | None,
     names: Mapping[str, str],
+    num_sharing: int | None = None,
 ) -> list[GenerationRequest]:
-    """Return n requests for each prompt. `given`: fields of SamplingParams."""
+    """Return n requests for each prompt. `given`: fields of SamplingParams. `num_sharing`: answers
+    that share the log probabilities of their prompt; None: all n."""
     names = {"banned_sequences": "bad_words", **names}
     engine_params = {name: value for name, value in given.items() if name != "stop"}
     if structure is not None:
@@ -197,12 +209,14 @@ def generation_requests(
         _check_structure(structured_outputs(params.structured_outputs))
     except RequestError as error:
         raise error.renamed(names) from None
+    unscored = {**engine_params, "prompt_logprobs": None}
     return [
         GenerationRequest(
             index=i * n + j,
             prompt=prompt,
             params=params,
-            engine_params=engine_params | _seed(given.get("seed"), j),
+            engine_params=(unscored if j % (num_sharing or n) else engine_params)
+            | _seed(given.get("seed"), j),
             names=names,
             is_counted=j == 0,
             echo=echo,

@@ -7,7 +7,8 @@ The rule: JSON has no infinity, so a token that cannot be chosen has OpenAI's -9
 import math
 from collections.abc import Sequence
 
-from slotzero.server.answers import AnswerBuilder, TokenRow
+from slotzero.server.answers import GenerationRequest, TokenRow
+from slotzero.server.messages import TokenLogprobs
 from slotzero.server.replies import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -22,37 +23,100 @@ NEVER = -9999.0
 _HALF = "\N{REPLACEMENT CHARACTER}"
 
 
-def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[TokenRow], num_top: int) -> ChatLogprobs:
-    return ChatLogprobs(content=[_chat_row(tokenizer, row, num_top) for row in rows], refusal=None)
+class LogprobShapes:
+    """The shapes for one request to the server. It decodes each token id once."""
 
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
 
-def completion_logprobs(
-    tokenizer: Tokenizer, rows: Sequence[TokenRow], num_top: int, text_before: int = 0
-) -> CompletionLogprobs:
-    """`text_before`: characters of the choice's text before the answer."""
-    return CompletionLogprobs(
-        tokens=[_text(tokenizer, row.token) for row in rows],
-        token_logprobs=[_finite(row.values.chosen) for row in rows],
-        top_logprobs=[_top_texts(tokenizer, row, num_top) for row in rows] if num_top else None,
-        text_offset=[text_before + row.offset for row in rows],
-    )
+    def of_chat(self, rows: Sequence[TokenRow], num_top: int) -> ChatLogprobs:
+        return ChatLogprobs(content=[self._chat_row(row, num_top) for row in rows], refusal=None)
 
+    def of_completion(
+        self, rows: Sequence[TokenRow], num_top: int, text_before: int = 0
+    ) -> CompletionLogprobs:
+        """`text_before`: characters of the choice's text before the answer."""
+        return CompletionLogprobs(
+            tokens=[self._text(row.token) for row in rows],
+            token_logprobs=[_finite(row.values.chosen) for row in rows],
+            top_logprobs=[self._top_texts(row, num_top) for row in rows] if num_top else None,
+            text_offset=[text_before + row.offset for row in rows],
+        )
 
-def echoed_logprobs(
-    tokenizer: Tokenizer, answer: AnswerBuilder, num_top: int
-) -> CompletionLogprobs:
-    """Return the log probabilities of an echoed prompt. Nothing predicts its first token."""
-    first, *others = answer.request.prompt
-    offsets = _offsets(tokenizer, answer)
-    pairs = zip(others, offsets[1:], answer.prompt_logprobs, strict=True)
-    rows = [TokenRow(*values) for values in pairs]
-    made = completion_logprobs(tokenizer, rows, num_top)
-    made.tokens.insert(0, _text(tokenizer, first))
-    made.token_logprobs.insert(0, None)
-    made.text_offset.insert(0, offsets[0])
-    if made.top_logprobs is not None:
-        made.top_logprobs.insert(0, None)
-    return made
+    def of_echo(
+        self, request: GenerationRequest, scores: Sequence[TokenLogprobs], num_top: int
+    ) -> CompletionLogprobs:
+        """Return those of an echoed prompt. Nothing predicts its first token."""
+        first, *others = request.prompt
+        offsets = self._offsets(request)
+        rows = [TokenRow(*values) for values in zip(others, offsets[1:], scores, strict=True)]
+        made = self.of_completion(rows, num_top)
+        made.tokens.insert(0, self._text(first))
+        made.token_logprobs.insert(0, None)
+        made.text_offset.insert(0, offsets[0])
+        if made.top_logprobs is not None:
+            made.top_logprobs.insert(0, None)
+        return made
+
+    def of_prompt(
+        self, prompt: Sequence[int], scores: Sequence[TokenLogprobs], num_top: int
+    ) -> PromptLogprobs:
+        """Return those of a prompt in vLLM's shape."""
+        pairs = zip(prompt[1:], scores, strict=True)
+        return [None, *(self._by_id(TokenRow(token, 0, of), num_top) for token, of in pairs)]
+
+    def _by_id(self, row: TokenRow, num_top: int) -> dict[str, PromptLogprob]:
+        entries: dict[int, tuple[float, int | None]] = {row.token: (row.values.chosen, None)}
+        for rank, (token, value) in enumerate(_top(row, num_top), start=1):
+            entries[token] = value, rank
+        return {
+            str(token): PromptLogprob(
+                logprob=_finite(value), rank=rank, decoded_token=self._text(token)
+            )
+            for token, (value, rank) in entries.items()
+        }
+
+    def _offsets(self, request: GenerationRequest) -> list[int]:
+        """Return where the text of each token of the prompt begins in the echo, which ends with
+        their text. Special tokens are part of an echo if the prompt was sent as text."""
+        echo = request.echo
+        starts, text = self._starts(request.prompt, skip_special_tokens=False)
+        if not (text.endswith(echo) or echo.endswith(text)):
+            starts, text = self._starts(request.prompt, skip_special_tokens=True)
+        return [max(0, len(echo) - len(text) + start) for start in starts]
+
+    def _starts(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> tuple[list[int], str]:
+        """Return where the text of each token begins, and the whole text."""
+        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
+        starts, parts, length = [], [], 0
+        for token in tokens:
+            starts.append(length)
+            parts.append(detokenizer.push(token))
+            length += len(parts[-1])
+        return starts, "".join(parts) + detokenizer.flush()
+
+    def _chat_row(self, row: TokenRow, num_top: int) -> TokenLogprob:
+        chosen = self._entry(row.token, row.values.chosen)
+        top = [self._entry(token, value) for token, value in _top(row, num_top)]
+        return TokenLogprob(
+            token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=top
+        )
+
+    def _top_texts(self, row: TokenRow, num_top: int) -> dict[str, float]:
+        """Return the most likely tokens, and the chosen one if it is not among them."""
+        top = {self._text(token): _finite(value) for token, value in _top(row, num_top)}
+        return top | {self._text(row.token): _finite(row.values.chosen)}
+
+    def _entry(self, token: int, value: float) -> TopLogprob:
+        text = self._text(token)
+        spelled = None if _HALF in text else list(text.encode())  # part of a character has no text
+        return TopLogprob(token=text, logprob=_finite(value), bytes=spelled)
+
+    def _text(self, token: int) -> str:
+        if token not in self._texts:
+            self._texts[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return self._texts[token]
 
 
 def joined(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:
@@ -67,63 +131,8 @@ def joined(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLog
     )
 
 
-def prompt_logprobs(tokenizer: Tokenizer, answer: AnswerBuilder, num_top: int) -> PromptLogprobs:
-    """Return the log probabilities of a prompt in vLLM's shape."""
-    rows = [
-        TokenRow(token, 0, values)
-        for token, values in zip(answer.request.prompt[1:], answer.prompt_logprobs, strict=True)
-    ]
-    return [None, *(_by_id(tokenizer, row, num_top) for row in rows)]
-
-
-def _by_id(tokenizer: Tokenizer, row: TokenRow, num_top: int) -> dict[str, PromptLogprob]:
-    top = {token: (value, rank) for rank, (token, value) in enumerate(_top(row, num_top), start=1)}
-    return {
-        str(token): PromptLogprob(
-            logprob=_finite(value), rank=rank, decoded_token=_text(tokenizer, token)
-        )
-        for token, (value, rank) in ({row.token: (row.values.chosen, None)} | top).items()
-    }
-
-
-def _offsets(tokenizer: Tokenizer, answer: AnswerBuilder) -> list[int]:
-    """Return where the text of each token of the prompt begins in the echo, whose end is the text
-    of the last tokens."""
-    detokenizer, starts, length = Detokenizer(tokenizer, skip_special_tokens=True), [], 0
-    for token in answer.request.prompt:
-        starts.append(length)
-        length += len(detokenizer.push(token))
-    length += len(detokenizer.flush())
-    before = len(answer.request.echo) - length
-    return [max(0, before + start) for start in starts]
-
-
-def _chat_row(tokenizer: Tokenizer, row: TokenRow, num_top: int) -> TokenLogprob:
-    chosen = _entry(tokenizer, row.token, row.values.chosen)
-    top = [_entry(tokenizer, token, value) for token, value in _top(row, num_top)]
-    return TokenLogprob(
-        token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=top
-    )
-
-
-def _top_texts(tokenizer: Tokenizer, row: TokenRow, num_top: int) -> dict[str, float]:
-    """Return the most likely tokens, and the chosen one if it is not among them."""
-    top = {_text(tokenizer, token): _finite(value) for token, value in _top(row, num_top)}
-    return top | {_text(tokenizer, row.token): _finite(row.values.chosen)}
-
-
 def _top(row: TokenRow, num_top: int) -> list[tuple[int, float]]:
     return list(zip(row.values.top_ids, row.values.top_values, strict=True))[:num_top]
-
-
-def _entry(tokenizer: Tokenizer, token: int, value: float) -> TopLogprob:
-    text = _text(tokenizer, token)
-    spelled = None if _HALF in text else list(text.encode())  # part of a character has no text
-    return TopLogprob(token=text, logprob=_finite(value), bytes=spelled)
-
-
-def _text(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.decode([token], skip_special_tokens=False)
 
 
 def _finite(value: float) -> float:

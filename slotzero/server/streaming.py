@@ -6,6 +6,7 @@ The rule: nothing is sent before the first token has arrived or the request is r
 error has its own HTTP status. A later error is the last event of the stream.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
@@ -102,6 +103,8 @@ async def gather(
                 generation.end(delta.index)
     if watcher is not None:
         await watcher.finish(generation)
+    if any(answer.prompt_logprobs for answer in generation.answers):  # may take a second
+        return await asyncio.to_thread(writer.whole, generation)
     return writer.whole(generation)
 
 

@@ -174,7 +174,7 @@ def test_an_echo_begins_before_the_prompt_that_was_cut_off() -> None:
     (choice,) = complete(FakeClient("ab"), **asked)["choices"]
     assert choice["text"] == "Helloab"
     assert choice["logprobs"]["tokens"][:2] == ["l", "o"]
-    assert choice["logprobs"]["text_offset"] == [3, 4, 5, 6]
+    assert choice["logprobs"]["text_offset"] == [3, 4, 5, 6, 7]  # with the end of the sequence
     assert choice["logprobs"]["top_logprobs"] is None
 
 
@@ -192,7 +192,50 @@ def test_a_prompt_is_scored_without_an_answer(is_streamed: bool) -> None:
     assert (choice["text"], choice["finish_reason"]) == ("Hi", "length")
     assert choice["logprobs"]["token_logprobs"] == [None, -0.5]
     assert client.params["max_tokens"] == 1, "an engine always generates"
-    assert complete(client, prompt="Hi", echo=True, max_tokens=0)["choices"][0]["text"] == "Hi"
+    more: Any = {"min_tokens": 3, "guided_regex": "a+"}  # of an answer that is not sent
+    for extra in ({}, more):
+        made = complete(client, prompt="Hi", echo=True, max_tokens=0, **extra)
+        assert made["choices"][0]["text"] == "Hi"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_echo_has_a_row_for_the_token_that_ended_the_answer(is_streamed: bool) -> None:
+    """lm-eval drops the last row, and expects that it is the only generated token's."""
+    asked: Any = {"prompt": [72, 105], "max_tokens": 1, "logprobs": 1, "echo": True}
+    if is_streamed:
+        chunks = stream(FakeClient(""), "/v1/completions", **asked)
+        tokens = [t for chunk in chunks for t in chunk["choices"][0]["logprobs"]["tokens"]]
+    else:
+        (choice,) = complete(FakeClient(""), **asked)["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("Hi", "stop")
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+        assert choice["logprobs"]["top_logprobs"][2] == {"<eos>": -0.5}
+        tokens = choice["logprobs"]["tokens"]
+    assert tokens == ["H", "i", "<eos>"]
+    plain = complete(FakeClient(""), prompt=[72, 105], logprobs=1)["choices"][0]
+    assert plain["logprobs"]["tokens"] == []
+
+
+def test_special_tokens_in_the_text_of_a_prompt_are_echoed() -> None:
+    asked: Any = {"echo": True, "logprobs": 0, "max_tokens": 0}
+    for prompt, text, offsets in (
+        ("ab<eos>cd", "ab<eos>cd", [0, 0, 1, 2, 7, 8]),
+        ([97, 98, 257, 99, 100], "abcd", [0, 1, 2, 2, 3]),
+    ):
+        (choice,) = complete(FakeClient("x"), prompt=prompt, **asked)["choices"]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, offsets)
+
+
+def test_a_prompt_is_scored_once() -> None:
+    client = FakeClient(["a", "b", "c", "d"])
+    asked: Any = {"prompt": [[72, 105], [72, 111]], "n": 2, "logprobs": 1, "echo": True}
+    made = complete(client, **asked)
+    rows = [choice["logprobs"]["tokens"][:2] for choice in made["choices"]]
+    assert rows == [["H", "i"], ["H", "i"], ["H", "o"], ["H", "o"]]
+    assert [params["prompt_logprobs"] for _, _, params in client.submitted] == [1, None, 1, None]
+    streamed = FakeClient(["a", "b"])  # no answer waits for another
+    stream(streamed, "/v1/completions", **asked | {"prompt": [72, 105]})
+    assert [params["prompt_logprobs"] for _, _, params in streamed.submitted] == [1, 1]
 
 
 def test_prompt_logprobs_in_the_shape_of_vllm() -> None:
