@@ -1,10 +1,11 @@
 """Tests that the package's folders are layers: modules import only from their folder and below.
 
 Every import counts, including those inside functions and under TYPE_CHECKING. No module imports a
-private name of another.
+private name of another, and no two modules define public classes of the same name.
 """
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -99,6 +100,16 @@ def test_no_import_points_up() -> None:
 
 def test_no_module_imports_a_private_name() -> None:
     assert [found for found in all_imports() if is_private(found)] == []
+
+
+def test_a_class_name_means_one_thing() -> None:
+    found = [
+        node.name
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert [name for name, times in Counter(found).items() if times > 1] == []
 
 
 @pytest.mark.parametrize(

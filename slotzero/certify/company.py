@@ -36,7 +36,7 @@ class Guest(NamedTuple):
     params: SamplingParams
 
 
-class Answer(NamedTuple):
+class GuestAnswer(NamedTuple):
     token_ids: list[int]
     logprobs: list[RowLogprobs]
 
@@ -67,7 +67,7 @@ def in_company(
     engine: Engine,
     rounds: Sequence[Round] = ROUNDS,
     guests: Sequence[Guest] | None = None,
-    alone: Sequence[Answer] | None = None,
+    alone: Sequence[GuestAnswer] | None = None,
 ) -> list[Violation]:
     """Serve requests, by default random ones, alone and in every round. Return the first difference
     of each answer in each round. `alone`: the answers of another engine, if they are known."""
@@ -86,9 +86,9 @@ def in_company(
     return violations
 
 
-def serve_alone(engine: Engine, guests: Sequence[Guest]) -> list[Answer]:
+def serve_alone(engine: Engine, guests: Sequence[Guest]) -> list[GuestAnswer]:
     """Serve requests one by one, without cached prefixes and drafts."""
-    cache, rng, answers = engine.schedulers[0].ledger.cache, random.Random(0), list[Answer]()
+    cache, rng, answers = engine.schedulers[0].ledger.cache, random.Random(0), list[GuestAnswer]()
     with _undisturbed(engine):
         for i, (prompt, params) in enumerate(guests):
             cache.clear()
@@ -137,7 +137,7 @@ def random_guests(engine: Engine, num: int = NUM_REQUESTS) -> list[Guest]:
 
 def _serve(
     engine: Engine, guests: Sequence[Guest], turn: Round, rng: random.Random, name: str
-) -> list[Answer]:
+) -> list[GuestAnswer]:
     """Serve requests to their ends, as the round says."""
     answers: list[RequestHandle] = []
     num_steps = 0
@@ -151,10 +151,12 @@ def _serve(
             scheduler.preempt_youngest()
         engine.step()
         num_steps += 1
-    return [Answer(answer.token_ids, answer.logprobs) for answer in answers]
+    return [GuestAnswer(answer.token_ids, answer.logprobs) for answer in answers]
 
 
-def _differences(index: int, turn: Round, answer: Answer, alone: Answer) -> Iterator[Violation]:
+def _differences(
+    index: int, turn: Round, answer: GuestAnswer, alone: GuestAnswer
+) -> Iterator[Violation]:
     """Yield the first difference between an answer in company and alone."""
     right = zip(alone.token_ids, alone.logprobs, strict=True)
     made = zip(answer.token_ids, answer.logprobs, strict=True)

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             "this model has no chat template: give --chat-template, or use "
             "`slotzero generate --raw`"
         )
-    conversation = Conversation(llm, params, args.system)
+    conversation = ChatSession(llm, params, args.system)
     if not sys.stdin.isatty():
         return _read_lines(conversation)
     limits = llm.engine.limits
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     return _read_terminal(conversation)
 
 
-class Conversation:
+class ChatSession:
     def __init__(self, llm: "LLM", params: SamplingParams, system: str | None) -> None:
         self._llm = llm
         self._params = params
@@ -101,7 +101,7 @@ class Conversation:
         return prompt
 
 
-def _read_lines(conversation: Conversation) -> int:
+def _read_lines(conversation: ChatSession) -> int:
     """Answer each line, and return the exit code of the last turn that failed, or 0."""
     code = 0
     for line in sys.stdin.buffer:
@@ -120,7 +120,7 @@ def _read_lines(conversation: Conversation) -> int:
     return code
 
 
-def _read_terminal(conversation: Conversation) -> int:
+def _read_terminal(conversation: ChatSession) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() line editing and a history
     while True:
@@ -146,7 +146,7 @@ def _input(prompt: str) -> str:
     return input()
 
 
-def _answer_at_terminal(conversation: Conversation, text: str) -> None:
+def _answer_at_terminal(conversation: ChatSession, text: str) -> None:
     last: StreamChunk | None = None
     with contextlib.closing(conversation.ask(text)) as chunks:
         try:
@@ -162,7 +162,7 @@ def _answer_at_terminal(conversation: Conversation, text: str) -> None:
         _say("(the answer was cut off: --max-tokens or the context length was reached)")
 
 
-def _obey(conversation: Conversation, text: str) -> bool:
+def _obey(conversation: ChatSession, text: str) -> bool:
     """Run a command, and return whether it ends the conversation."""
     name, _, rest = text.partition(" ")
     match name:

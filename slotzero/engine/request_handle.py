@@ -17,7 +17,7 @@ class RequestHandle:
     output_text: OutputText | None = None
     logprobs: list[RowLogprobs] = field(default_factory=list)
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
-    """Of the prompt's tokens from the second on, if the request asks for them."""
+    """Log probabilities of the prompt from its second token on, if requested."""
     error: BaseException | None = None
     """The error of the step that failed with this request in it; else None."""
     listener: "Callable[[RequestHandle], None] | None" = None

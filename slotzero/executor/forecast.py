@@ -39,7 +39,7 @@ class Forecast:
     dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
-    """Of all layers, while a request is shorter than their windows."""
+    """KV of one token in all layers, while a request is shorter than their windows."""
     state_bytes: int
     """Recurrent states of one request."""
     context: int  # the model's own limit, or a lower one that was asked for

@@ -15,7 +15,7 @@ from typing import Any
 
 from slotzero.distributed import secure_socket
 from slotzero.errors import ConfigError, RankLostError
-from slotzero.executor.nodes import End, Ended, Hello, Refusal, Start
+from slotzero.executor.nodes import End, Ended, Hello, Refusal, StartRanks
 from slotzero.system import child
 
 PATIENCE = 2.0  # seconds for ranks to end after their connection was closed
@@ -45,7 +45,7 @@ class NodeAgent:
                         match node_line.recv():
                             case Refusal(why):
                                 raise ConfigError(why)
-                            case Start(ranks, num_threads):
+                            case StartRanks(ranks, num_threads):
                                 for rank in ranks:
                                     processes[rank] = self._start(rank, num_threads)
                                 self._say(f"starting {_named(ranks)}")

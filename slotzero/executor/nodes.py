@@ -53,7 +53,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartRanks:
     ranks: range
     num_threads: int
 
@@ -89,7 +89,7 @@ class Nodes:
             self._await_nodes()
             for node, node_line in self._lines.items():
                 ranks = range(node * per_node, (node + 1) * per_node)
-                node_line.send(Start(ranks, num_threads))
+                node_line.send(StartRanks(ranks, num_threads))
             return self._await_ranks()
 
     def rendezvous(self) -> Rendezvous:

@@ -15,9 +15,9 @@ from typing import Any
 
 from slotzero.errors import RequestError
 from slotzero.formats.answer_parser import AnswerFormat
-from slotzero.formats.call_grammar import CallRules, Tool
+from slotzero.formats.call_grammar import CallRules, ToolSchema
 from slotzero.formats.lark import ANY_TEXT, LarkRules, json_rule, pattern_text
-from slotzero.formats.reasoning import Start
+from slotzero.formats.reasoning import ReasoningStart
 from slotzero.formats.tool_format import NamedCall, ToolFormat
 from slotzero.sampling.structured import StructuredOutputs
 
@@ -48,10 +48,10 @@ def answer_grammar(form: AnswerFormat, rules: AnswerRules, special: SpecialPiece
 def _thought(lark: LarkRules, form: AnswerFormat) -> str:
     """Return the rule of the reasoning before the answer."""
     reasoning = form.reasoning
-    if reasoning is None or form.start is Start.AFTER:
+    if reasoning is None or form.start is ReasoningStart.AFTER:
         return ""
     closing = lark.until(reasoning.closing.strip()) + r" /[ \n]{0,4}/"
-    if form.start is Start.WITHIN:
+    if form.start is ReasoningStart.WITHIN:
         return lark.rule(closing)
     opened = lark.rule(f"{lark.marker(reasoning.opening.strip())} {closing}")
     return f"{opened}?"
@@ -61,7 +61,7 @@ def _answer(lark: LarkRules, form: AnswerFormat, rules: AnswerRules) -> str:
     structure = "" if rules.structure is None else _structure(lark, form, rules.structure)
     if form.calls is None or not rules.tools:
         return structure
-    tools = [Tool(name, schema) for name, schema in rules.tools.items()]
+    tools = [ToolSchema(name, schema) for name, schema in rules.tools.items()]
     sections = SectionRules(lark, form.calls, tools, form.is_single)
     if rules.is_forced:
         return sections.whole()
@@ -99,7 +99,7 @@ class SectionRules:
     """Rules of calls with the markers around them."""
 
     def __init__(
-        self, lark: LarkRules, form: ToolFormat, tools: Sequence[Tool], is_single: bool
+        self, lark: LarkRules, form: ToolFormat, tools: Sequence[ToolSchema], is_single: bool
     ) -> None:
         self._lark = lark
         self._form = form

@@ -14,7 +14,7 @@ from slotzero.formats.call_parser import CallParser
 from slotzero.formats.channels import ChannelParser
 from slotzero.formats.event_log import EventLog
 from slotzero.formats.events import Event
-from slotzero.formats.reasoning import ReasoningFormat, Start, read_reasoning
+from slotzero.formats.reasoning import ReasoningFormat, ReasoningStart, read_reasoning
 from slotzero.formats.text_input import Reading, TextInput
 from slotzero.formats.tool_format import ToolFormat
 
@@ -24,7 +24,7 @@ class AnswerFormat:
     """How one answer is written."""
 
     reasoning: ReasoningFormat | None = None
-    start: Start = Start.AFTER
+    start: ReasoningStart = ReasoningStart.AFTER
     calls: ToolFormat | None = None
     """None: the answer's text is not searched for calls."""
     tools: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class AnswerFormat:
 
     @property
     def has_reasoning(self) -> bool:
-        return self.reasoning is not None and self.start is not Start.AFTER
+        return self.reasoning is not None and self.start is not ReasoningStart.AFTER
 
 
 class AnswerParser:

@@ -32,7 +32,7 @@ _DATA = ("const", "enum", "default", "examples")  # what looks like a reference 
 Schema = Mapping[str, Any]
 
 
-class Tool(NamedTuple):
+class ToolSchema(NamedTuple):
     name: str
     schema: Schema | None
     """None: any arguments."""
@@ -47,7 +47,7 @@ class _Value(NamedTuple):
 
 class CallRules:
     def __init__(
-        self, lark: LarkRules, syntax: ObjectCall | NamedCall, tools: Sequence[Tool]
+        self, lark: LarkRules, syntax: ObjectCall | NamedCall, tools: Sequence[ToolSchema]
     ) -> None:
         self._lark = lark
         self._syntax = syntax

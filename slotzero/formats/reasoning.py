@@ -87,7 +87,7 @@ def reasoning_format_of(template: str) -> ReasoningFormat | None:
     )
 
 
-class Start(Enum):
+class ReasoningStart(Enum):
     """Where an answer begins."""
 
     WITHIN = "within the reasoning"
@@ -95,28 +95,28 @@ class Start(Enum):
     AFTER = "after the reasoning, or reasoning is off"
 
 
-def start_of(form: ReasoningFormat, prompt: str) -> Start:
+def start_of(form: ReasoningFormat, prompt: str) -> ReasoningStart:
     """Return where the answer to this rendered prompt begins."""
     if form.answer_opening:
-        return Start.BEFORE  # every message names its channel
+        return ReasoningStart.BEFORE  # every message names its channel
     end = prompt[-200:].rstrip(SPACE)
     if end.endswith(form.opening.strip()):
-        return Start.WITHIN
+        return ReasoningStart.WITHIN
     if end.endswith(form.closing.strip()):
-        return Start.AFTER
-    return Start.WITHIN if form.is_implied else Start.BEFORE
+        return ReasoningStart.AFTER
+    return ReasoningStart.WITHIN if form.is_implied else ReasoningStart.BEFORE
 
 
 def read_reasoning(
-    form: ReasoningFormat, start: Start, source: TextInput, log: EventLog
+    form: ReasoningFormat, start: ReasoningStart, source: TextInput, log: EventLog
 ) -> Reading[None]:
     """Read the reasoning at the beginning of an answer, if there is any."""
-    if start is Start.AFTER:
+    if start is ReasoningStart.AFTER:
         return
     opening, closing = form.opening.strip(), form.closing.strip()
     # a model may repeat the marker that ends its prompt
     is_open = yield from _marker_ahead(source, opening)
-    if not is_open and start is Start.BEFORE:
+    if not is_open and start is ReasoningStart.BEFORE:
         return
     log.begin_thought(0)
     while (at := source.text.find(closing)) < 0:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slotzero.formats.tool_format import ToolFormat
-from slotzero.formats.written_calls import Call, written_calls
+from slotzero.formats.written_calls import WrittenCall, written_calls
 
-_EXAMPLE = Call("function_name", {"argument_name": "value"})
+_EXAMPLE = WrittenCall("function_name", {"argument_name": "value"})
 
 
 def with_tool_prompt(
@@ -50,6 +50,6 @@ def _shown(message: Mapping[str, Any], form: ToolFormat) -> dict[str, Any]:
     if not calls:
         return dict(message)
     functions = [call["function"] for call in calls]
-    text = written_calls(form, [Call(f["name"], f["arguments"]) for f in functions])
+    text = written_calls(form, [WrittenCall(f["name"], f["arguments"]) for f in functions])
     content = f"{message['content']}\n{text}" if message["content"] else text
     return {"role": "assistant", "content": content}

@@ -17,12 +17,12 @@ from slotzero.formats.tool_format import (
 )
 
 
-class Call(NamedTuple):
+class WrittenCall(NamedTuple):
     name: str
     arguments: Mapping[str, Any]
 
 
-def written_calls(form: ToolFormat, calls: Sequence[Call]) -> str:
+def written_calls(form: ToolFormat, calls: Sequence[WrittenCall]) -> str:
     """Return the calls as a model writes them."""
     texts = [written_call(form, i, call) for i, call in enumerate(calls)]
     if not form.has_many:
@@ -35,7 +35,7 @@ def written_calls(form: ToolFormat, calls: Sequence[Call]) -> str:
     return form.opening + inner + form.closing
 
 
-def written_call(form: ToolFormat, index: int, call: Call) -> str:
+def written_call(form: ToolFormat, index: int, call: WrittenCall) -> str:
     syntax = form.call
     if not isinstance(syntax, NamedCall):
         name, arguments = json.dumps(call.name), _json(call.arguments)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slotzero.graph.operators import Call
+from slotzero.graph.operators import OperatorCall
 from slotzero.graph.refusals import storage_key
 
 ALIGNMENT = 64
@@ -35,7 +35,7 @@ class Arena:
     def num_bytes(self) -> int:
         return sum(block.nbytes for block in self.blocks)
 
-    def place(self, calls: Sequence[Call], made: Set[int]) -> list[Call]:
+    def place(self, calls: Sequence[OperatorCall], made: Set[int]) -> list[OperatorCall]:
         """Return the calls with their intermediates in the arena; `made` has their storages."""
         offsets, size = plan(_lives(calls, made))
         if not self.blocks or self.blocks[-1].nbytes < size:
@@ -52,7 +52,7 @@ class Arena:
         return [call.over(placed) for call in calls]
 
 
-def _lives(calls: Sequence[Call], made: Set[int]) -> list[_Life]:
+def _lives(calls: Sequence[OperatorCall], made: Set[int]) -> list[_Life]:
     lives: dict[int, _Life] = {}
     for index, call in enumerate(calls):
         for tensor in call.tensors():

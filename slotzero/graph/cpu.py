@@ -12,12 +12,12 @@ from torch import Tensor
 
 from slotzero.graph.arena import Arena
 from slotzero.graph.backend import Backend, PlainPieces, Recording, StepFunction, TraceLine
-from slotzero.graph.operators import Call, OperatorRecorder
+from slotzero.graph.operators import OperatorCall, OperatorRecorder
 from slotzero.graph.refusals import storage_key
 
 
 class CpuRecording(Recording):
-    def __init__(self, calls: Sequence[Call], num_bytes: int) -> None:
+    def __init__(self, calls: Sequence[OperatorCall], num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._calls = [(_bound(call), call.args) for call in calls]
 
@@ -51,13 +51,13 @@ def _recorded(function: StepFunction) -> OperatorRecorder:
     return recorder
 
 
-def _bound(call: Call) -> Callable[..., Any]:
+def _bound(call: OperatorCall) -> Callable[..., Any]:
     """Return the operator with its keyword arguments; `_op` skips Python code of torch."""
     operator = getattr(call.operator, "_op", call.operator)
     return operator if not call.kwargs else partial(operator, **call.kwargs)
 
 
-def _line(call: Call, made: Set[int]) -> TraceLine:
+def _line(call: OperatorCall, made: Set[int]) -> TraceLine:
     addresses = []
 
     def word(value: Any) -> str:

@@ -34,7 +34,7 @@ _ALLOCATIONS = {  # results whose memory is written by a later call
 _COLLECTIVES = "_c10d_functional"
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     operator: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -43,10 +43,10 @@ class Call(NamedTuple):
         yield from tensors_of(self.args)
         yield from tensors_of(tuple(self.kwargs.values()))
 
-    def over(self, place: Callable[[Tensor], Tensor]) -> "Call":
+    def over(self, place: Callable[[Tensor], Tensor]) -> "OperatorCall":
         """Return the same call with each tensor replaced."""
         kwargs = {name: _replaced(value, place) for name, value in self.kwargs.items()}
-        return Call(self.operator, _replaced(self.args, place), kwargs)
+        return OperatorCall(self.operator, _replaced(self.args, place), kwargs)
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -54,7 +54,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
+        self.calls: list[OperatorCall] = []
         self.made: dict[int, Tensor] = {}
         """A tensor of each storage that the calls have made, by `storage_key`; kept, so that no
         memory is used twice."""
@@ -106,16 +106,18 @@ def _refuse(what: object, reason: str) -> NoReturn:
     raise RecordingError(f"{what} cannot be recorded: {reason}")
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], new: list[Tensor]) -> Call:
+def _call(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], new: list[Tensor]
+) -> OperatorCall:
     if not new:
-        return Call(func, args, kwargs)
+        return OperatorCall(func, args, kwargs)
     if func.namespace == _COLLECTIVES:
-        return Call(_collecting(func), (tuple(new), *args), kwargs)
+        return OperatorCall(_collecting(func), (tuple(new), *args), kwargs)
     writing = None if func._schema.is_mutable else _writing_form(func)
     if writing is None or len(new) != len(func._schema.returns):
-        return Call(_calling(func), (tuple(new), *args), kwargs)
+        return OperatorCall(_calling(func), (tuple(new), *args), kwargs)
     operator, names = writing
-    return Call(operator, args, kwargs | dict(zip(names, new, strict=True)))
+    return OperatorCall(operator, args, kwargs | dict(zip(names, new, strict=True)))
 
 
 @functools.cache

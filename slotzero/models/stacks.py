@@ -69,7 +69,7 @@ class Stack:
     layers: tuple[int, ...] | None
     prefixes: tuple[str, ...] | None
     formats: tuple[Formats, ...] = ()
-    """Of each linear weight of the block."""
+    """The formats of each linear weight of the block."""
 
     def params(self) -> list[StackedParam]:
         found: list[StackedParam] = []

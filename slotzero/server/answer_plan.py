@@ -16,7 +16,7 @@ from typing import Any
 from slotzero.errors import RequestError
 from slotzero.formats.answer_grammar import AnswerRules, answer_grammar
 from slotzero.formats.answer_parser import AnswerFormat
-from slotzero.formats.reasoning import Start, start_of
+from slotzero.formats.reasoning import ReasoningStart, start_of
 from slotzero.formats.tool_prompt import with_tool_prompt
 from slotzero.server.answers import GenerationRequest
 from slotzero.server.app_state import AppState
@@ -129,7 +129,7 @@ def _render(
 def _format(
     state: AppState, conversation: Conversation, specs: list[ToolSpec], prompt: str
 ) -> AnswerFormat:
-    reasoning, start = state.reasoning, Start.AFTER
+    reasoning, start = state.reasoning, ReasoningStart.AFTER
     if reasoning is not None and not conversation.template.continue_final_message:
         start = start_of(reasoning, prompt)
     use = conversation.tools

@@ -41,7 +41,7 @@ class TextBlock(RequestModel):
     cache_control: dict[str, Any] | None = None
 
 
-class Block(RequestModel):
+class ContentBlock(RequestModel):
     """A block of any type; which fields it has follows from the type."""
 
     type: BlockType
@@ -62,7 +62,7 @@ class Block(RequestModel):
 
 class TurnMessage(RequestModel):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
 class AnthropicTool(RequestModel):

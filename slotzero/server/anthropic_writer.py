@@ -17,7 +17,7 @@ from slotzero.server.answer_plan import AnswerPlan
 from slotzero.server.answers import AnswerBuilder, TextDelta
 from slotzero.server.generation import Generation
 from slotzero.server.replies import ReplyModel
-from slotzero.server.stream_format import ANTHROPIC, Shape, json_bytes
+from slotzero.server.stream_format import ANTHROPIC, WireFormat, json_bytes
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _DELTAS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
@@ -47,7 +47,7 @@ class CountReply(ReplyModel):
 
 
 class MessageWriter:
-    shape: Shape = ANTHROPIC
+    shape: WireFormat = ANTHROPIC
 
     def __init__(self, plan: AnswerPlan, model: str) -> None:
         self._answer = Answer(plan.form)

@@ -20,7 +20,7 @@ from slotzero.server.replies import (
     Usage,
     head,
 )
-from slotzero.server.stream_format import OPENAI, Shape
+from slotzero.server.stream_format import OPENAI, WireFormat
 from slotzero.server.usage import StreamUsage, usage
 from slotzero.text.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ class _ChatChoice(Answer):
 
 
 class ChatWriter:
-    shape: Shape = OPENAI
+    shape: WireFormat = OPENAI
 
     def __init__(
         self, body: ChatRequest, tokenizer: Tokenizer, plan: AnswerPlan, model: str

@@ -9,7 +9,7 @@ from slotzero.server.logprobs import LogprobShapes, joined
 from slotzero.server.messages import TokenLogprobs
 from slotzero.server.protocol import CompletionRequest
 from slotzero.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply, head
-from slotzero.server.stream_format import OPENAI, Shape
+from slotzero.server.stream_format import OPENAI, WireFormat
 from slotzero.server.usage import StreamUsage, usage
 from slotzero.text.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ class _CompletionChoice:
 
 
 class CompletionWriter:
-    shape: Shape = OPENAI
+    shape: WireFormat = OPENAI
 
     def __init__(
         self,

@@ -50,7 +50,8 @@ class TokenDelta(Struct, array_like=True, frozen=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs] = []
-    """Of the prompt's tokens from the second on; with the first new token, if wanted."""
+    """Log probabilities of the prompt from its second token on, if requested; sent with the first
+    new token."""
 
 
 class Progress(Struct, tag="progress", array_like=True, frozen=True):

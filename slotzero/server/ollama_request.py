@@ -48,14 +48,14 @@ class Options(RequestModel):
     use_mmap: bool | None = None
 
 
-class CalledFunction(RequestModel):
+class OllamaFunction(RequestModel):
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict)
     index: int | None = None
 
 
 class OllamaCall(RequestModel):
-    function: CalledFunction
+    function: OllamaFunction
     id: str | None = None
 
 

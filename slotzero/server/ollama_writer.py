@@ -16,7 +16,7 @@ from slotzero.server.answer_plan import AnswerPlan
 from slotzero.server.answers import TextDelta
 from slotzero.server.generation import Generation
 from slotzero.server.replies import ReplyModel
-from slotzero.server.stream_format import OLLAMA, Shape
+from slotzero.server.stream_format import OLLAMA, WireFormat
 
 
 class OllamaReply(ReplyModel):
@@ -40,7 +40,7 @@ class OllamaErrorReply(ReplyModel):
 
 
 class OllamaWriter:
-    shape: Shape = OLLAMA
+    shape: WireFormat = OLLAMA
 
     def __init__(self, plan: AnswerPlan, model: str, *, is_chat: bool) -> None:
         self._answer = Answer(plan.form)

@@ -73,7 +73,7 @@ class CompletionLogprobs(ReplyModel):
 
 
 class PromptLogprob(ReplyModel):
-    """Of vLLM's `prompt_logprobs`, by the token's id."""
+    """One value in an entry of vLLM's `prompt_logprobs`, which is keyed by token id."""
 
     logprob: float
     rank: int | None

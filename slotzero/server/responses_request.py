@@ -47,7 +47,7 @@ _SAMPLING = (
 PartType = Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
 
 
-class Part(RequestModel):
+class ResponsePart(RequestModel):
     type: PartType
     text: str = ""
     refusal: str | None = None
@@ -58,7 +58,7 @@ class Part(RequestModel):
 class MessageItem(RequestModel):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Part]
+    content: str | list[ResponsePart]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -76,15 +76,15 @@ class CallItem(RequestModel):
 class ResultItem(RequestModel):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Part]
+    output: str | list[ResponsePart]
     id: str | None = None
     status: str | None = None
 
 
 class ReasoningItem(RequestModel):
     type: Literal["reasoning"]
-    summary: list[Part] = Field(default_factory=list)
-    content: list[Part] | None = None
+    summary: list[ResponsePart] = Field(default_factory=list)
+    content: list[ResponsePart] | None = None
     id: str | None = None
     status: str | None = None
     encrypted_content: str | None = None
@@ -140,7 +140,7 @@ class ReasoningOptions(RequestModel):
     generate_summary: Literal["auto"] | None = None
 
 
-class StreamOptions(RequestModel):
+class ResponseStreamOptions(RequestModel):
     include_obfuscation: Literal[False] | None = None
 
 
@@ -153,7 +153,7 @@ class ResponsesRequest(RequestModel):
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -287,7 +287,7 @@ def _structure(body: ResponsesRequest) -> Structure | None:
     return Structure("text.format", {"json_schema": form.schema_})
 
 
-def _text(content: str | Sequence[Part]) -> str:
+def _text(content: str | Sequence[ResponsePart]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.text or part.refusal or "" for part in content)

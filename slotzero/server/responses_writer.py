@@ -18,7 +18,7 @@ from slotzero.server.answer_plan import AnswerPlan
 from slotzero.server.answers import TextDelta
 from slotzero.server.generation import Generation
 from slotzero.server.replies import ReplyModel
-from slotzero.server.stream_format import RESPONSES, Shape, json_bytes
+from slotzero.server.stream_format import RESPONSES, WireFormat, json_bytes
 
 Named = tuple[str, dict[str, Any]]
 """An event: its type, and its fields."""
@@ -150,7 +150,7 @@ class Output:
 
 
 class ResponsesWriter:
-    shape: Shape = RESPONSES
+    shape: WireFormat = RESPONSES
 
     def __init__(self, fields: Mapping[str, Any], plan: AnswerPlan, model: str) -> None:
         """`fields`: the fields of the reply that repeat the request."""

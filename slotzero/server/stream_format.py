@@ -27,7 +27,7 @@ _ANTHROPIC_KINDS = {
 
 @final
 @dataclass(frozen=True)
-class Shape:
+class WireFormat:
     """How one API writes events and errors."""
 
     media_type: str
@@ -83,14 +83,14 @@ def _ollama_error(status: HttpStatus, message: str, param: str | None) -> dict[s
 
 
 _EVENTS = "text/event-stream"
-OPENAI = Shape(_EVENTS, _data_event, error_body, done=b"data: [DONE]\n\n")
-RESPONSES = Shape(_EVENTS, _named_event, _responses_error, has_numbers=True)
+OPENAI = WireFormat(_EVENTS, _data_event, error_body, done=b"data: [DONE]\n\n")
+RESPONSES = WireFormat(_EVENTS, _named_event, _responses_error, has_numbers=True)
 """The streams of OpenAI's Responses; whole replies of its routes have the shape OPENAI."""
-ANTHROPIC = Shape(_EVENTS, _named_event, _anthropic_error)
-OLLAMA = Shape("application/x-ndjson", _line, _ollama_error)
+ANTHROPIC = WireFormat(_EVENTS, _named_event, _anthropic_error)
+OLLAMA = WireFormat("application/x-ndjson", _line, _ollama_error)
 
 
-def shape_of(path: str) -> Shape:
+def shape_of(path: str) -> WireFormat:
     """Return the shape of the API to which a path belongs."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return ANTHROPIC

@@ -20,7 +20,7 @@ from slotzero.server.events import EventStream, unless_gone
 from slotzero.server.generation import Generation
 from slotzero.server.replies import ErrorReply, ReplyModel
 from slotzero.server.status import BUG, error_parts
-from slotzero.server.stream_format import Shape
+from slotzero.server.stream_format import WireFormat
 
 log = logging.getLogger("slotzero.server")
 
@@ -28,7 +28,7 @@ log = logging.getLogger("slotzero.server")
 class Writer(Protocol):
     """Builds the replies of one route."""
 
-    shape: Shape
+    shape: WireFormat
 
     def add(self, delta: TextDelta) -> None:
         """Add a delta to the whole reply."""
@@ -151,7 +151,7 @@ def told(reply: ReplyModel, status: int = 200) -> Response:
 
 
 def responses(
-    model: type[ReplyModel], stream: Shape | None = None, error: type[ReplyModel] = ErrorReply
+    model: type[ReplyModel], stream: WireFormat | None = None, error: type[ReplyModel] = ErrorReply
 ) -> dict[int | str, dict[str, Any]]:
     """Return the possible responses for the OpenAPI document. `stream`: how the reply is streamed,
     if it can be."""

@@ -11,10 +11,10 @@ from slotzero.errors import RequestError
 from slotzero.formats.answer_grammar import AnswerRules, answer_grammar
 from slotzero.formats.answer_parser import AnswerFormat
 from slotzero.formats.reasoning import HARMONY as HARMONY_REASONING
-from slotzero.formats.reasoning import THINK, Start
+from slotzero.formats.reasoning import THINK, ReasoningStart
 from slotzero.formats.tool_format import LiteralArguments, NamedCall, TagArguments, ToolFormat
 from slotzero.formats.tool_formats import HERMES, TOOL_FORMAT_NAMES, TOOL_FORMATS
-from slotzero.formats.written_calls import Call, written_calls
+from slotzero.formats.written_calls import WrittenCall, written_calls
 from slotzero.grammars.matcher import CompiledGrammar, GrammarVocabulary, load_vocabulary
 from slotzero.sampling.structured import StructuredOutputs
 from slotzero.text.tokenizer import Tokenizer
@@ -38,17 +38,17 @@ WEATHER = {
 }
 TOOLS: dict[str, Any] = {"weather": WEATHER, "time": None}
 GOOD = [
-    Call("weather", {"city": "Paris <b>", "days": 3, "unit": "C"}),
-    Call("time", {}),
-    Call("weather", {"city": "", "deep": {"a": [1]}, "sure": True}),
+    WrittenCall("weather", {"city": "Paris <b>", "days": 3, "unit": "C"}),
+    WrittenCall("time", {}),
+    WrittenCall("weather", {"city": "", "deep": {"a": [1]}, "sure": True}),
 ]
 BAD = [
-    Call("weather", {"city": "Paris", "days": 10}),
-    Call("weather", {"city": "Paris", "days": "soon"}),
-    Call("weather", {"city": "Paris", "unit": "K"}),
-    Call("weather", {"days": 3}),
-    Call("weather", {"city": "Paris", "other": 1}),
-    Call("other", {}),
+    WrittenCall("weather", {"city": "Paris", "days": 10}),
+    WrittenCall("weather", {"city": "Paris", "days": "soon"}),
+    WrittenCall("weather", {"city": "Paris", "unit": "K"}),
+    WrittenCall("weather", {"days": 3}),
+    WrittenCall("weather", {"city": "Paris", "other": 1}),
+    WrittenCall("other", {}),
 ]
 
 
@@ -76,7 +76,7 @@ def allows(grammar: CompiledGrammar, tokens: str | list[int]) -> bool:
     return bool(mask[EOS // 8] >> EOS % 8 & 1)
 
 
-def text_of(form: ToolFormat, calls: list[Call]) -> str:
+def text_of(form: ToolFormat, calls: list[WrittenCall]) -> str:
     """Return calls as the grammar writes them: JSON inside Python and Gemma's own values."""
     syntax = form.call.arguments if isinstance(form.call, NamedCall) else None
     text = written_calls(form, calls)
@@ -114,7 +114,7 @@ def test_strict_tools_are_enforced_within_text(
     for call in BAD[:2]:
         assert not allows(grammar, before + text_of(form, [call]))
     free = compiled(vocabulary, answer, AnswerRules({"weather": None}, is_forced=False))
-    assert allows(free, before + text_of(form, [Call("weather", {"odd": 1})]))
+    assert allows(free, before + text_of(form, [WrittenCall("weather", {"odd": 1})]))
 
 
 @pytest.mark.parametrize("name", ["hermes", "glm45", "pythonic"])
@@ -133,9 +133,11 @@ def test_schemas_may_refer_to_themselves(vocabulary: GrammarVocabulary, name: st
     form, tools = TOOL_FORMAT_NAMES[name], {"grow": whole}
     answer = AnswerFormat(calls=form, tools=tools)
     grammar = compiled(vocabulary, answer, AnswerRules(tools, is_forced=True))
-    assert allows(grammar, text_of(form, [Call("grow", {"a": {"a": {}}, "c": [[]], "d": None})]))
+    assert allows(
+        grammar, text_of(form, [WrittenCall("grow", {"a": {"a": {}}, "c": [[]], "d": None})])
+    )
     for bad in ({"a": {"a": 1}}, {"a": {"x": {}}}, {"c": [1]}, {"d": 1}):
-        assert not allows(grammar, text_of(form, [Call("grow", bad)]))
+        assert not allows(grammar, text_of(form, [WrittenCall("grow", bad)]))
 
 
 def test_strings_without_quotes_follow_their_schema(vocabulary: GrammarVocabulary) -> None:
@@ -153,8 +155,8 @@ def test_strings_without_quotes_follow_their_schema(vocabulary: GrammarVocabular
         tools = {"f": {"properties": {"p": schema}, "required": ["p"]}}
         answer = AnswerFormat(calls=form, tools=tools)
         grammar = compiled(vocabulary, answer, AnswerRules(tools, is_forced=True))
-        assert allows(grammar, written_calls(form, [Call("f", {"p": good})]))
-        assert not allows(grammar, written_calls(form, [Call("f", {"p": bad})]))
+        assert allows(grammar, written_calls(form, [WrittenCall("f", {"p": good})]))
+        assert not allows(grammar, written_calls(form, [WrittenCall("f", {"p": bad})]))
 
 
 STRUCTURES: list[tuple[dict[str, Any], str, str]] = [
@@ -171,8 +173,8 @@ def test_a_structure_begins_after_the_reasoning(
     vocabulary: GrammarVocabulary, structure: dict[str, Any], good: str, bad: str
 ) -> None:
     rules = AnswerRules({}, is_forced=False, structure=StructuredOutputs(**structure))
-    within = AnswerFormat(reasoning=THINK, start=Start.WITHIN)
-    before = replace(within, start=Start.BEFORE)
+    within = AnswerFormat(reasoning=THINK, start=ReasoningStart.WITHIN)
+    before = replace(within, start=ReasoningStart.BEFORE)
     thought = "It is {3}.\n</think>\n\n"
     grammar = compiled(vocabulary, within, rules)
     assert allows(grammar, thought + good)
@@ -192,7 +194,7 @@ def test_a_structure_begins_after_the_reasoning(
 def test_an_ebnf_grammar_cannot_be_joined() -> None:
     rules = AnswerRules({}, False, StructuredOutputs(grammar='root ::= "a"'))
     with pytest.raises(RequestError, match="only Lark can follow reasoning"):
-        answer_grammar(AnswerFormat(reasoning=THINK, start=Start.WITHIN), rules, pieces)
+        answer_grammar(AnswerFormat(reasoning=THINK, start=ReasoningStart.WITHIN), rules, pieces)
 
 
 def test_markers_that_are_special_tokens_are_written_as_such(
@@ -212,7 +214,9 @@ def test_markers_that_are_special_tokens_are_written_as_such(
 
 def test_harmony_has_its_own_channels(vocabulary: GrammarVocabulary) -> None:
     form = TOOL_FORMAT_NAMES["harmony"]
-    answer = AnswerFormat(reasoning=HARMONY_REASONING, start=Start.BEFORE, calls=form, tools=TOOLS)
+    answer = AnswerFormat(
+        reasoning=HARMONY_REASONING, start=ReasoningStart.BEFORE, calls=form, tools=TOOLS
+    )
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     final = "<|channel|>final<|message|>"
     free = compiled(vocabulary, answer, AnswerRules(TOOLS, is_forced=False))
@@ -229,7 +233,7 @@ def enforced(name: str, given: dict[str, Any]) -> str:
     """Return the grammar of forced calls of a tool with one parameter."""
     form = TOOL_FORMAT_NAMES[name]
     schema = {"type": "object", "properties": {"a": given}, "required": ["a"], "$defs": DEFINED}
-    answer = AnswerFormat(None, Start.AFTER, form, {"f": schema}, False)
+    answer = AnswerFormat(None, ReasoningStart.AFTER, form, {"f": schema}, False)
     rules = AnswerRules({"f": schema}, is_forced=True, structure=None)
     return answer_grammar(answer, rules, pieces)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from slotzero.formats.answer_parser import AnswerFormat
 from slotzero.formats.tool_format import NamedCall, TagArguments, ToolFormat
 from slotzero.formats.tool_formats import TOOL_FORMAT_NAMES, TOOL_FORMATS
-from slotzero.formats.written_calls import Call, written_calls
+from slotzero.formats.written_calls import WrittenCall, written_calls
 
 FORMS = [pytest.param(form, id=form.name) for form in TOOL_FORMATS]
 
@@ -50,7 +50,7 @@ def test_a_text_that_breaks_off_invents_nothing(form: ToolFormat, data: Any) -> 
     assert cut.said in ("", text[:end]) or cut.calls
 
 
-TWO = [Call("f", {"city": "Paris"}), Call("f", {"city": "Rome"})]
+TWO = [WrittenCall("f", {"city": "Paris"}), WrittenCall("f", {"city": "Rome"})]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -89,7 +89,7 @@ def test_types_of_tagged_values_follow_from_the_schema() -> None:
     }
     values = {"text": "3", "flag": "True", "maybe": "None", "kind": "3", "ref": "[1]",
               "number": "2", "other": "4"}  # fmt: skip
-    text = written_calls(form, [Call("f", values)])
+    text = written_calls(form, [WrittenCall("f", values)])
     found = parsed(AnswerFormat(calls=form, tools={"f": schema}), [text])
     assert as_values(found.calls) == [
         ("f", {"text": "3", "flag": True, "maybe": None, "kind": "3", "ref": [1], "number": 2,

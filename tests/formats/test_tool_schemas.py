@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from slotzero.formats.answer_grammar import AnswerRules, answer_grammar
 from slotzero.formats.answer_parser import AnswerFormat
 from slotzero.formats.tool_formats import HERMES
-from slotzero.formats.written_calls import Call, written_calls
+from slotzero.formats.written_calls import WrittenCall, written_calls
 from slotzero.grammars.matcher import CompiledGrammar, GrammarVocabulary, load_vocabulary
 from slotzero.sampling.structured import StructuredOutputs
 from slotzero.text.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def calls(
     form = AnswerFormat(calls=HERMES, tools=dict(tools))
     pieces = Tokenizer.bytes_tokenizer().special_pieces
     text = answer_grammar(form, AnswerRules(dict(tools), is_forced=True), pieces)
-    written = [written_calls(HERMES, [Call(name, value)]) for value in arguments]
+    written = [written_calls(HERMES, [WrittenCall(name, value)]) for value in arguments]
     return [matches(CompiledGrammar(vocabulary, "grammar", text), one) for one in written]
 
 

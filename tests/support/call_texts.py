@@ -11,7 +11,7 @@ from slotzero.formats.answer_parser import AnswerFormat, AnswerParser
 from slotzero.formats.events import Argued, Called, Said, Thought
 from slotzero.formats.tool_format import LiteralArguments, NamedCall, TagArguments, ToolFormat
 from slotzero.formats.value_types import type_of
-from slotzero.formats.written_calls import Call
+from slotzero.formats.written_calls import WrittenCall
 
 _PLAIN = st.text("abcxyz_", min_size=1, max_size=8)
 _TEXTS = st.one_of(
@@ -68,7 +68,7 @@ def values(texts: st.SearchStrategy[str], keys: st.SearchStrategy[str]) -> st.Se
     )
 
 
-def calls_in(form: ToolFormat) -> st.SearchStrategy[list[Call]]:
+def calls_in(form: ToolFormat) -> st.SearchStrategy[list[WrittenCall]]:
     """Return random calls that this format can write."""
     syntax = form.call.arguments if isinstance(form.call, NamedCall) else None
     texts, keys = _TEXTS, _TEXTS
@@ -80,11 +80,11 @@ def calls_in(form: ToolFormat) -> st.SearchStrategy[list[Call]]:
         if not syntax.is_python:
             texts = _TEXTS.filter(lambda text: not set(text) & set(syntax.quotes[0].mark))
     arguments = st.dictionaries(_PLAIN, values(texts, keys), max_size=3)
-    calls = st.builds(Call, st.sampled_from(["f", "get_time", "a-b"]), arguments)
+    calls = st.builds(WrittenCall, st.sampled_from(["f", "get_time", "a-b"]), arguments)
     return st.lists(calls, min_size=1, max_size=3)
 
 
-def tools_for(calls: Sequence[Call]) -> dict[str, Any]:
+def tools_for(calls: Sequence[WrittenCall]) -> dict[str, Any]:
     """Return schemas that tell strings from other values. Calls of one function share them, so a
     parameter has all types that it has in any call."""
     types: dict[str, dict[str, set[str]]] = {}
@@ -102,7 +102,7 @@ def tools_for(calls: Sequence[Call]) -> dict[str, Any]:
     }
 
 
-def is_ambiguous(calls: Sequence[Call]) -> bool:
+def is_ambiguous(calls: Sequence[WrittenCall]) -> bool:
     """Return whether a parameter is a string in one call and something else in another, which a
     format without quotes cannot tell apart."""
     schemas = tools_for(calls)

@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = frozenset(
 transformers'."""
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One call of the attention interface."""
 
     query: Tensor  # [1, heads, T, head_dim]
@@ -70,7 +70,7 @@ class Hook(ABC):
     """Receives the attention calls of one layer's modules."""
 
     @abstractmethod
-    def attend(self, module: nn.Module, call: Call) -> Tensor:
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Return [T, heads, value_dim]."""
 
 
@@ -94,7 +94,7 @@ def attend(
     _refuse(module, query, {"dropout": dropout, **others}, is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     settings = Settings(scale, softcap or None, sliding_window or None)
-    call = Call(query, key, value, attention_mask, s_aux, settings)
+    call = AttentionCall(query, key, value, attention_mask, s_aux, settings)
     hook = getattr(module, HOOK, None)
     if hook is None:
         raise ContractError(f"{type(module).__name__} attends outside of a bridged layer")

@@ -14,7 +14,7 @@ from slotzero.graph import Pieces
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import Heads, QkNorms
 from slotzero.models.blocks.attention import AttentionInputs
-from slotzero.models.bridge.attention import Call, Hook, attach_hook
+from slotzero.models.bridge.attention import AttentionCall, Hook, attach_hook
 from slotzero.models.bridge.body import Arguments, Body
 
 NO_NORMS = QkNorms(None, None)
@@ -72,7 +72,7 @@ class LayerPiece(Hook):
         finally:
             self._attention = None
 
-    def attend(self, module: nn.Module, call: Call) -> Tensor:
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         heads, inputs = self._heads, self._attention
         if heads is None or inputs is None or call.mask is not None:
             raise ContractError(f"{type(module).__name__} attends otherwise than when examined")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.models.bridge.attention import Call, Hook, attach_hook
+from slotzero.models.bridge.attention import AttentionCall, Hook, attach_hook
 from slotzero.models.bridge.config import BridgedConfig
 from slotzero.models.bridge.parts import Parts
 
@@ -23,7 +23,7 @@ _MOST_CHANGED = 0.25  # of the tokens: in 16 bits, a router near a tie may choos
 class _OwnValues(Hook):
     """Every token attends to itself alone."""
 
-    def attend(self, module: nn.Module, call: Call) -> Tensor:
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         group = call.query.shape[1] // call.value.shape[1]
         return call.value[0].repeat_interleave(group, dim=0).transpose(0, 1)
 

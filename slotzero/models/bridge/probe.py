@@ -16,7 +16,7 @@ from slotzero.errors import UnsupportedModelError
 from slotzero.graph.structure import flatten
 from slotzero.kernels.types import Heads
 from slotzero.models.bridge import library
-from slotzero.models.bridge.attention import Call, Hook, attach_hook, window_of
+from slotzero.models.bridge.attention import AttentionCall, Hook, attach_hook, window_of
 from slotzero.models.bridge.body import Arguments, Body
 from slotzero.models.bridge.config import BridgedConfig, BridgedLayer
 from slotzero.models.bridge.lint import Lint, explained, refuse_kept, tensors_in
@@ -50,7 +50,7 @@ class _Probe(Hook):
         self._num_values = sum(tensor.numel() for tensor in model.parameters())
         self._parts = Parts(model)
         self._paths = {module: path for path, module in self._parts.trunk.named_modules()}
-        self._calls: dict[str, Call] = {}  # by path of the attention module
+        self._calls: dict[str, AttentionCall] = {}  # by path of the attention module
         self._codes: dict[int, Any] = {}  # by layer: what it does
         attach_hook(self._parts.trunk, self)
 
@@ -82,7 +82,7 @@ class _Probe(Hook):
             num_values=self._num_values,
         )
 
-    def attend(self, module: nn.Module, call: Call) -> Tensor:
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         path = self._paths[module]
         if path in self._calls:
             raise UnsupportedModelError(f"{self._name}: {path} attends twice in one pass")
@@ -138,7 +138,7 @@ class _Probe(Hook):
                     f"{self._name}: {path} has an odd head_dim, {call.query.shape[-1]}"
                 )
 
-    def _window(self, path: str, call: Call, max_position: int) -> int | None:
+    def _window(self, path: str, call: AttentionCall, max_position: int) -> int | None:
         """Return the window of an attention, as its mask has it."""
         where, seen = f"{self._name}: {path}", getattr(call.mask, "mask_function", None)
         if seen is None:

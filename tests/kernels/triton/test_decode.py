@@ -102,7 +102,7 @@ def small_grid(monkeypatch):
     monkeypatch.setattr(decode, "cut_for", lambda rows: (40, 16))
 
 
-SHORT = decode_stream_k.Shape(programs=1, keys=16, warps=1, stages=3, row_cost=2)
+SHORT = decode_stream_k.StreamKShape(programs=1, keys=16, warps=1, stages=3, row_cost=2)
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ FEWEST_SHARES = 0.9  # fraction of the most, if that cuts all rows the same way
 SMALLEST = 4  # tiles of a share, at least: few tiles are cut into fewer shares
 
 
-class Shape(NamedTuple):
+class StreamKShape(NamedTuple):
     """Launch shape of the stream-K kernel."""
 
     programs: int  # per multiprocessor, as many as run at once
@@ -403,7 +403,7 @@ def _shares(rows: int, most: int) -> int:
     return alike if alike >= FEWEST_SHARES * most else most
 
 
-def shape_for(heads: Heads) -> Shape:
+def shape_for(heads: Heads) -> StreamKShape:
     """Return the launch shape, see benchmarks/h200.
 
     It depends on the heads alone, since a plan does not know the dtype of the KV cache. The shapes
@@ -411,7 +411,7 @@ def shape_for(heads: Heads) -> Shape:
     """
     size = heads.head_dim + heads.value_dim
     if size > 256:
-        return Shape(programs=2, keys=32, warps=4, stages=3, row_cost=2)
+        return StreamKShape(programs=2, keys=32, warps=4, stages=3, row_cost=2)
     if size > 128:
-        return Shape(programs=8, keys=32, warps=1, stages=2, row_cost=4)
-    return Shape(programs=8, keys=32, warps=1, stages=3, row_cost=2)
+        return StreamKShape(programs=8, keys=32, warps=1, stages=2, row_cost=4)
+    return StreamKShape(programs=8, keys=32, warps=1, stages=3, row_cost=2)
