@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 RUNTIME := $(VENV)/.installed-runtime
 TEST := $(VENV)/.installed-test
-CLIENTS := $(VENV)-openai2 $(VENV)-openai3
+CLIENTS := $(VENV)-openai2 $(VENV)-openai3 $(VENV)-lm_eval
 INPUTS := pyproject.toml constraints.txt
 CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 4 --no-loadscope-reorder
@@ -78,7 +78,7 @@ $(TEST): $(INPUTS) $(RUNTIME)
 	$(PIP) -e '.[test]'
 	@touch $@
 
-# Two environments, since some clients need version 2 of the package openai, others version 3.
+# Some clients need version 2 of the package openai, others version 3, and lm-eval needs torch.
 $(VENV)-%/.installed: tests/clients/%/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv $(@D)
 	$(@D)/bin/python -m pip install --disable-pip-version-check -r $<

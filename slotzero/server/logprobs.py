@@ -104,9 +104,12 @@ class LogprobShapes:
         )
 
     def _top_texts(self, row: TokenRow, num_top: int) -> dict[str, float]:
-        """Return the most likely tokens, and the chosen one if it is not among them."""
-        top = {self._text(token): _finite(value) for token, value in _top(row, num_top)}
-        return top | {self._text(row.token): _finite(row.values.chosen)}
+        """Return the most likely tokens, and the chosen one if it is not among them. Of tokens with
+        the same text, as parts of characters have, only the most likely one is returned."""
+        texts: dict[str, float] = {}
+        for token, value in (*_top(row, num_top), (row.token, row.values.chosen)):
+            texts.setdefault(self._text(token), _finite(value))
+        return texts
 
     def _entry(self, token: int, value: float) -> TopLogprob:
         text = self._text(token)

@@ -120,16 +120,15 @@ def engine_routes(state: AppState) -> APIRouter:
 
 
 def _tokens(state: AppState, body: TokenizeRequest) -> list[int]:
+    """Return the tokens, also if they do not fit into the context: evaluations cut a long text into
+    windows themselves. The size of a request limits the work."""
     if body.prompt is not None:
-        state.check_text(body.prompt, "prompt")
         return state.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     text = rendered(state, shown_conversation(body))
-    state.check_text(text, "messages")
     return state.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _text(state: AppState, tokens: list[int]) -> str:
-    state.check_tokens(tokens, "tokens", has_answer=False)
     bad = next((token for token in tokens if not 0 <= token < state.tokenizer.vocab_size), None)
     if bad is not None:
         raise RequestError(f"tokens: {bad} is not in the vocabulary", "tokens")

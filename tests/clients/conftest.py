@@ -8,8 +8,8 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from agent_tools import MODEL, Tools
 
 SCRIPTED = Path(__file__).parent.parent / "support" / "scripted_server.py"
 PATIENCE, STOP_TIME = 300.0, 60.0  # seconds
+Serve = Callable[..., AbstractContextManager[str]]
 
 
 @pytest.fixture
@@ -34,8 +35,21 @@ def scripted() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def served() -> Iterator[str]:
     """Serve the default model; return the URL."""
-    words = ("-m", "slotzero", "serve", "--port", "0", "--served-model-name", MODEL)
-    with started(*words) as line:
+    with serving() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def serve() -> Serve:
+    """Return a function that serves a model."""
+    return serving
+
+
+@contextmanager
+def serving(*words: str) -> Iterator[str]:
+    """Serve a model as MODEL, with these words of the command line; yield its URL."""
+    named = ("--port", "0", "--served-model-name", MODEL)
+    with started("-m", "slotzero", "serve", *words, *named) as line:
         url = line.split()[2].rstrip(",")
         wait_until_ready(url)
         yield url

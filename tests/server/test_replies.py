@@ -5,6 +5,11 @@ from typing import Any
 import pytest
 from fake_engine import FakeClient, chat, complete, stream
 
+from slotzero.server.answers import TokenRow
+from slotzero.server.logprobs import LogprobShapes
+from slotzero.server.messages import TokenLogprobs
+from slotzero.text.tokenizer import Tokenizer
+
 
 def test_n_answers_have_neighbouring_seeds() -> None:
     client = FakeClient(["one", "two", "three"])
@@ -224,6 +229,15 @@ def test_special_tokens_in_the_text_of_a_prompt_are_echoed() -> None:
     ):
         (choice,) = complete(FakeClient("x"), prompt=prompt, **asked)["choices"]
         assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, offsets)
+
+
+def test_of_tokens_with_one_text_the_most_likely_one_is_returned() -> None:
+    """lm-eval compares the chosen token with the highest of these: was it the most likely one?"""
+    half = Tokenizer.bytes_tokenizer().decode([200])
+    row = TokenRow(200, 0, TokenLogprobs(-3.0, [201, 65], [-1.0, -2.0]))
+    made = LogprobShapes(Tokenizer.bytes_tokenizer()).of_completion([row], 2)
+    assert (made.tokens, made.token_logprobs) == ([half], [-3.0])
+    assert made.top_logprobs == [{half: -1.0, "A": -2.0}]
 
 
 def test_a_prompt_is_scored_once() -> None:
