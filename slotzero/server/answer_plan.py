@@ -116,6 +116,13 @@ def _render(
     options = conversation.template
     if state.tools.is_builtin and state.tools.form is not None:
         messages, shown = with_tool_prompt(messages, shown, state.tools.form), []
+    tokenizer = state.tokenizer
+    used = options.template or (tokenizer.tool_template if shown else tokenizer.chat_template)
+    if "documents" in variables and "documents" not in (used or ""):
+        raise RequestError(
+            "documents: this model's chat template does not show them; put them into a message",
+            "documents",
+        )
     return state.tokenizer.apply_chat_template(
         messages,
         tools=shown or None,

@@ -266,6 +266,12 @@ def test_a_requests_own_template() -> None:
     assert "--trust-request-chat-template" in error["message"]
 
 
+def test_documents_that_the_template_would_not_show_are_refused() -> None:
+    error = refused_chat(documents=[{"text": "doc"}])
+    assert error["param"] == "documents"
+    assert "does not show them" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("asked", "structure"),
     [
