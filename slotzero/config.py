@@ -23,6 +23,7 @@ DRAFTERS = ("eagle", "eagle3", "mtp", "ngram", "draft")
 MAX_STEPS = 15
 MAX_TOPK = 8
 SANITIZE_MODES = ("off", "sample", "full")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 SANITIZE_ACTIONS = ("log", "raise", "fallback")
 EXECUTORS = ("local", "ray")
 GENERATION_CONFIGS = ("auto", "none")
@@ -70,6 +71,9 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     """Maximum number of tokens per step; longer prompts are processed in chunks (chunked prefill).
     """
+    scheduling_policy: str = "fcfs"
+    """Order in which waiting requests begin: fcfs (first come, first served) or priority (those
+    with a lower `priority` first; when the KV cache is full, those with the highest value wait)."""
     kv_cache_memory: int | None = None
     """Bytes for the KV cache (suffixes K, M, G); default: derived from free memory. On a CPU 1 GiB,
     or twice the weights or one request of the full context if larger, at most a quarter of it."""
@@ -198,6 +202,11 @@ class EngineConfig:
                 "max_num_batched_tokens",
                 _positive(self.max_num_batched_tokens),
                 "must be at least 1",
+            ),
+            (
+                "scheduling_policy",
+                self.scheduling_policy in SCHEDULING_POLICIES,
+                f"must be one of {', '.join(SCHEDULING_POLICIES)}",
             ),
             ("kv_cache_memory", _positive(self.kv_cache_memory), "must be at least 1 byte"),
             ("sliding_kv_memory", _positive(self.sliding_kv_memory), "must be at least 1 byte"),

@@ -148,7 +148,7 @@ def _serve(
                 break
         scheduler = engine.schedulers[0]
         if turn.is_preempted and scheduler.num_running and num_steps % PREEMPTION_STEPS == 1:
-            scheduler.preempt_youngest()
+            scheduler.preempt_last()
         engine.step()
         num_steps += 1
     return [GuestAnswer(answer.token_ids, answer.logprobs) for answer in answers]

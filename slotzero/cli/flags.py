@@ -32,6 +32,7 @@ from slotzero.config import (
     MODEL_IMPLS,
     SANITIZE_ACTIONS,
     SANITIZE_MODES,
+    SCHEDULING_POLICIES,
     EngineConfig,
 )
 from slotzero.errors import ConfigError
@@ -67,6 +68,7 @@ CHOICES = {
     "model_impl": MODEL_IMPLS,
     "sanitize": SANITIZE_MODES,
     "sanitize_action": SANITIZE_ACTIONS,
+    "scheduling_policy": SCHEDULING_POLICIES,
     "speculative": DRAFTERS,
     "tool_call_parser": TOOL_CALL_PARSERS,
     "reasoning_parser": REASONING_PARSERS,

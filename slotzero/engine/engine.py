@@ -98,6 +98,7 @@ class Engine:
             self.worker.model.max_position,
             self.worker.vocab_size,
             checkpoint.eos_token_ids,
+            has_priorities=config.scheduling_policy == "priority",
         )
         self.admission = GrammarAdmission(self._grammars(config, checkpoint), self.lock)
         self.schedulers = _schedulers(config, self.worker)

@@ -19,11 +19,19 @@ class RequestFactory:
     """Longest context that the model supports: what --max-model-len can be raised to."""
     vocab_size: int
     eos_token_ids: Sequence[int]
+    has_priorities: bool = False
+    """Whether requests may have priorities."""
 
     def create(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Request:
         """Create a request without seed, arrival and grammar; raises RequestError."""
         tokens = self._token_ids(prompt)
         self._check_vocabulary(tokens, params)
+        if params.priority and not self.has_priorities:
+            raise RequestError(
+                f"priority={params.priority}: this engine serves requests as they come; leave it "
+                "out, or start the engine with --scheduling-policy priority",
+                param="priority",
+            )
         stop_ids = params.ends_at(self.eos_token_ids)
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(

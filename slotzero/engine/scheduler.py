@@ -11,28 +11,30 @@ A prompt that exceeds the token budget of a step is computed over several (chunk
 
 The rules it keeps:
 
-- First come, first served: every running request arrived before every waiting one. The oldest
-  always advances, unless it waits for the commit of its own sample.
+- Requests are served by priority, then by arrival (request_queue.py). Without priorities that is
+  first come, first served: every running request arrived before every waiting one, and the oldest
+  always advances, unless it waits for the commit of its own sample. A waiting request takes nothing
+  from a running one, whatever its priority.
 - Pages for a whole prompt are taken at admission, so only decoding takes more later. When none are
-  left, the youngest request is preempted: it returns to the head of the queue and is recomputed.
-- A prompt is chunked only when it exhausts the step's tokens, and no request is admitted behind it.
-  So at most one running request is short of its target, and it is the youngest: the order of
-  arrival is decodes first, then that chunk, then new requests.
+  left, the last running request in that order is preempted: it waits again and is recomputed.
+- A prompt is chunked only when it exhausts the step's tokens, and no request is admitted before it
+  is complete. So at most one running request is short of its target. A step has decodes first, then
+  that chunk, then new requests.
 - In a KV group with a window, pages are taken chunk by chunk. A chunk that finds too few skips the
-  step; to preempt it would only mean to recompute it. The requests before it are older, and free
-  pages when they end: alone, the chunk always fits.
+  step; to preempt it would only mean to recompute it. The other running requests free pages when
+  they end: alone, the chunk always fits.
 - The tokens that a grammar allows depend on the last token, so a request with a grammar skips steps
   while its sample is in flight and until its mask is there. The others continue. If it was
-  preempted meanwhile, it stays at the head of the queue.
+  preempted meanwhile, no request behind it in the queue is admitted before it.
 - A step that verifies drafts contains decodes only. How many tokens each row gains is known late,
   so pages are taken for the maximum: later tokens use them if these do not.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from slotzero.engine.request_queue import RequestQueue
 from slotzero.errors import CapacityError, ConfigError, PoolError, RequestError
 from slotzero.pools.ledger import PageLedger
 from slotzero.pools.pages import KvPool, reach
@@ -122,9 +124,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.admits = True
         """Whether waiting requests may begin."""
-        # arrivals grow along _running, then along _waiting
-        self._running: dict[str, Request] = {}
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._running = RequestQueue()
+        self._waiting = RequestQueue()
         self._last_arrival: int | None = None
         for group in groups:
             self._require_room_for_one(group)
@@ -155,15 +156,19 @@ class Scheduler:
                 f"request {request.id}: arrival {request.arrival} is not after {self._last_arrival}"
             )
         self._last_arrival = request.arrival
-        self._waiting[request.id] = request
+        self._waiting.add(request)
 
     def choose(self, width: int) -> Choice:
         """Choose the requests of the next step, and take their pages. `width` applies to a step in
         which every row decodes: above 1, the step verifies drafts."""
         num_preemptions = self.num_preemptions
-        decoding, prefilling = self._continue_running(self._most_new(width))
-        if self.num_preemptions == num_preemptions:  # else the freed pages are for the preempted
-            prefilling += self._admit_waiting(len(decoding), prefilling)
+        decoding, chunked = self._continue_running(self._most_new(width))
+        budget = self.config.max_num_batched_tokens - len(decoding)
+        prefilling = [] if chunked is None else self._chunk(chunked, budget)
+        has_chunk = chunked is not None and chunked.num_computed < chunked.target
+        # after a preemption, the freed pages are for the preempted
+        if self.admits and not has_chunk and self.num_preemptions == num_preemptions:
+            prefilling += self._admit_waiting(budget - sum(row.count for row in prefilling))
         return Choice(decoding, prefilling)
 
     def advance(self, choice: Choice, width: int) -> tuple[Row, ...]:
@@ -242,7 +247,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._vacate(request)
         elif request.status is RequestStatus.WAITING:
-            del self._waiting[request.id]
+            self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
@@ -253,7 +258,7 @@ class Scheduler:
     def abandon(self) -> None:
         """End all planned requests after a failed step. It is unknown how far they came, so nothing
         that they were to compute can be found in the prefix cache."""
-        for request in [*self._running.values(), *self._waiting.values()]:
+        for request in [*self._running, *self._waiting]:
             if request.status is RequestStatus.RUNNING or request.num_in_flight:
                 self.cancel(request)
         self.ledger.cache.clear()
@@ -262,26 +267,26 @@ class Scheduler:
         if request.status is not RequestStatus.FINISHED:
             self.finish(request, "abort")
 
-    def preempt_youngest(self) -> Request:
-        """Take slot and pages from the youngest running request, which is computed again later."""
-        request = next(reversed(self._running.values()))
+    def preempt_last(self) -> Request:
+        """Take slot and pages from the last running request, which is computed again later: the
+        youngest of those with the highest priority value."""
+        request = self._running.last
         self._vacate(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting[request.id] = request
-        self._waiting.move_to_end(request.id, last=False)
+        self._waiting.add(request)
         return request
 
     def preempt_all(self) -> list[Request]:
         """Let every running request be computed again; return the requests that have begun."""
         while self._running:
-            self.preempt_youngest()
-        return [request for request in self._waiting.values() if request.num_preemptions]
+            self.preempt_last()
+        return [request for request in self._waiting if request.num_preemptions]
 
     def check(self) -> None:
         """Recount everything that is owned, and the order of the queues."""
-        running, waiting = list(self._running.values()), list(self._waiting.values())
+        running, waiting = list(self._running), list(self._waiting)
         self.slots.check()
         self.ledger.check(running)
         slots = {request.slot for request in running}
@@ -289,11 +294,13 @@ class Scheduler:
             raise PoolError(
                 f"{len(running)} requests run in {len(slots)} of {self.slots.num_slots} slots"
             )
-        arrivals = [request.arrival for request in running + waiting]
-        if arrivals != sorted(arrivals):
-            raise PoolError("a request is queued before one that arrived earlier")
+        for priority in {request.params.priority for request in running + waiting}:
+            self._check_equals([r for r in running + waiting if r.params.priority == priority])
+        num_chunks = sum(request.num_computed < request.target for request in running)
+        if num_chunks > 1:
+            raise PoolError(f"{num_chunks} requests are short of their targets, at most 1 may be")
         for request in running:
-            self._check_running(request, is_youngest=request is running[-1])
+            self._check_running(request)
         for request in waiting:
             holds = request.slot or request.pages or request.num_computed
             if holds or request.status is not RequestStatus.WAITING:
@@ -326,21 +333,23 @@ class Scheduler:
         depth = self.config.ahead if self.config.depth is None else self.config.depth
         return min(width, depth + 1)
 
-    def _continue_running(self, most_new: int) -> tuple[list[Request], list[Row]]:
-        """Return the requests that decode, with pages taken, and the next chunk of a prompt if
-        there is one."""
+    def _continue_running(self, most_new: int) -> tuple[list[Request], Request | None]:
+        """Return the requests that decode, with pages taken, and the one whose prompt is not
+        complete, if there is one."""
         decoding: list[Request] = []
-        for request in list(self._running.values()):
+        chunked: Request | None = None
+        for request in list(self._running):
             if request.status is not RequestStatus.RUNNING or request.num_known >= request.max_len:
                 continue  # preempted in this loop, or its last token is in flight
             if request.is_masked and (request.num_in_flight or request.awaits_mask):
                 continue
             if request.num_computed < request.target:
-                budget = self.config.max_num_batched_tokens - len(decoding)
-                return decoding, self._chunk(request, budget)
-            if self._has_pages(request, most_new):
+                chunked = request
+            elif self._has_pages(request, most_new):
                 decoding.append(request)
-        return decoding, []
+        if chunked is not None and chunked.status is not RequestStatus.RUNNING:
+            chunked = None  # preempted for one that decodes
+        return decoding, chunked
 
     def _chunk(self, request: Request, budget: int) -> list[Row]:
         count = min(budget, request.target - request.num_computed)
@@ -361,17 +370,10 @@ class Scheduler:
             needed <= request.num_paged or self._grow(request, needed)
         )
 
-    def _admit_waiting(self, num_decoding: int, prefilling: Sequence[Row]) -> list[Row]:
-        if not self.admits:
-            return []
-        youngest = next(reversed(self._running.values()), None)
-        if youngest is not None and youngest.num_computed < youngest.target:
-            return []  # no request goes before a chunk, even if the chunk skipped this step
+    def _admit_waiting(self, budget: int) -> list[Row]:
         rows: list[Row] = []
-        budget = self.config.max_num_batched_tokens - num_decoding
-        budget -= sum(row.count for row in prefilling)
         while budget and self._waiting and self._has_free_slot():
-            request = next(iter(self._waiting.values()))
+            request = self._waiting.first
             if not self._admit(request, budget):
                 break
             missing = request.target - request.num_computed
@@ -389,8 +391,8 @@ class Scheduler:
         # one page is kept for each running request, or the new one would be preempted for it
         if not self.ledger.admit(request, budget, spare=len(self._running)):
             return False
-        del self._waiting[request.id]
-        self._running[request.id] = request
+        self._waiting.remove(request)
+        self._running.add(request)
         request.status = RequestStatus.RUNNING
         request.slot = self.slots.take()
         request.target = request.num_tokens
@@ -399,12 +401,12 @@ class Scheduler:
         return True
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Take pages up to num_tokens, and preempt the youngest if there are too few; return False
-        if that is the request itself."""
+        """Take pages up to num_tokens, and preempt the last request if there are too few; return
+        False if that is the request itself."""
         while not self._take_pages(request, num_tokens):
             if request.num_computed < request.target:
-                return False  # a chunk, and the youngest: it waits for the others
-            if self.preempt_youngest() is request:
+                return False  # a chunk waits for the others
+            if self.preempt_last() is request:
                 return False
         return True
 
@@ -415,7 +417,7 @@ class Scheduler:
         return changes is not None
 
     def _vacate(self, request: Request) -> None:
-        del self._running[request.id]
+        self._running.remove(request)
         self.ledger.release(request)
         self.slots.give_back(request.slot)
         self.writer.released(request.slot)
@@ -432,13 +434,21 @@ class Scheduler:
             self.settle(request)
         return request.status is RequestStatus.FINISHED
 
-    def _check_running(self, request: Request, *, is_youngest: bool) -> None:
+    def _check_equals(self, requests: Sequence[Request]) -> None:
+        """Check the order of requests with one priority: the running ones, then the waiting."""
+        arrivals = [request.arrival for request in requests]
+        if arrivals != sorted(arrivals):
+            raise PoolError("a request is queued before one that arrived earlier")
+        running = [request for request in requests if request.id in self._running]
+        for request in running[:-1]:
+            if request.num_computed < request.target:
+                raise PoolError(f"request {request.id} is short of its target, not the youngest")
+
+    def _check_running(self, request: Request) -> None:
         if request.status is not RequestStatus.RUNNING or not self.slots.is_taken(request.slot):
             raise PoolError(f"request {request.id} runs in slot {request.slot} of another request")
         if not request.num_computed < request.num_known <= request.max_len:
             raise PoolError(f"request {request.id} was planned past what is known or allowed")
-        if request.num_computed < request.target and not is_youngest:
-            raise PoolError(f"request {request.id} is short of its target, and not the youngest")
 
 
 def _may_be_done(request: Request) -> bool:

@@ -73,6 +73,9 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     """Structure that the answer must have. The answer ends with it, regardless of ignore_eos."""
 
+    priority: int = 0
+    """With --scheduling-policy priority, requests with a lower value are served first."""
+
     cache_salt: str | None = None
     """Only requests with the same salt share cached prefixes, so that none can find out by the time
     to the first token what another has asked."""
@@ -163,6 +166,11 @@ class SamplingParams:
                 self.seed is None or -(2**63) <= self.seed < 2**63,
                 "must be a signed 64-bit integer",
             ),
+            (
+                "priority",
+                -(2**63) <= self.priority < 2**63,
+                "must be a signed 64-bit integer",
+            ),
             ("stop", all(self.stop), "must not contain an empty string"),
             (
                 "stop",
@@ -188,7 +196,9 @@ class SamplingParams:
 
 
 MAX_INTEGER = 1 << 1000  # can still be converted to float
-_INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed")
+_INTEGERS = (
+    "n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed", "priority",
+)  # fmt: skip
 _FLAGS = (
     "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "speculative",
 )  # fmt: skip

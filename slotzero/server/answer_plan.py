@@ -22,6 +22,7 @@ from slotzero.server.answers import GenerationRequest
 from slotzero.server.app_state import AppState
 from slotzero.server.conversation import ANY, Conversation, ToolSpec
 from slotzero.server.generation_requests import about, generation_requests, without_words
+from slotzero.text.chat_template import variables_of
 
 _SWITCHES = ("enable_thinking", "thinking")
 
@@ -92,8 +93,9 @@ def _variables(state: AppState, conversation: Conversation) -> dict[str, Any]:
 
 def _switches(state: AppState, effort: str, conversation: Conversation) -> dict[str, Any]:
     template = conversation.template.template or state.tokenizer.chat_template or ""
-    made: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in template}
-    if "reasoning_effort" in template and effort not in ("none", ANY):
+    known = variables_of(template)
+    made: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in known}
+    if "reasoning_effort" in known and effort not in ("none", ANY):
         made["reasoning_effort"] = effort
     is_so_anyway = effort == (ANY if state.reasoning is not None else "none")
     if not made and not is_so_anyway:
@@ -116,6 +118,13 @@ def _render(
     options = conversation.template
     if state.tools.is_builtin and state.tools.form is not None:
         messages, shown = with_tool_prompt(messages, shown, state.tools.form), []
+    tokenizer = state.tokenizer
+    used = options.template or (tokenizer.tool_template if shown else tokenizer.chat_template)
+    if "documents" in variables and "documents" not in variables_of(used or ""):
+        raise RequestError(
+            "documents: this model's chat template does not show them; put them into a message",
+            "documents",
+        )
     return state.tokenizer.apply_chat_template(
         messages,
         tools=shown or None,

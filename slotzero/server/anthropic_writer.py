@@ -138,6 +138,8 @@ class MessageWriter:
         stop = _STOP_REASONS.get(reason or "")
         if reason == "stop" and answer.stop is not None:
             stop = "stop_sequence"
+        elif self._answer.is_broken:
+            stop = "max_tokens"  # also if the model itself ended in the middle of a call
         num_prompt = len(answer.request.prompt)
         counts = {
             "input_tokens": num_prompt - answer.num_cached,

@@ -42,6 +42,7 @@ _SAME_NAME = (
     "include_stop_str_in_output",
     "skip_special_tokens",
     "cache_salt",
+    "priority",
     "prompt_logprobs",
 )
 _WAYS = (

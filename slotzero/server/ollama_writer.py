@@ -1,7 +1,7 @@
 """Ollama's replies: an answer as one JSON object, or as one object per line.
 
 This module knows Ollama's shapes, not requests. A call is sent when it is complete, since its
-arguments are an object there; a call that is cut off is not sent, and `done_reason` says why.
+arguments are an object there; a call that is cut off is not sent, and `done_reason` is "length".
 """
 
 import time
@@ -91,7 +91,9 @@ class OllamaWriter:
     def _ended(self, reply: OllamaReply, generation: Generation) -> OllamaReply:
         (answer,) = generation.answers
         reply.done = True
-        reply.done_reason = "length" if self._answer.finish_reason == "length" else "stop"
+        # a call that is cut off is not sent, so "stop" would hide it
+        is_cut = self._answer.finish_reason == "length" or self._answer.is_broken
+        reply.done_reason = "length" if is_cut else "stop"
         reply.total_duration = time.monotonic_ns() - self._began
         reply.prompt_eval_count = len(answer.request.prompt)
         reply.eval_count = answer.num_tokens

@@ -32,7 +32,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "prediction": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
-    "priority": (0,),
     "prompt_cache_retention": ("in_memory",),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -150,9 +149,8 @@ class GenerationFields(RequestModel):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: int | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    # NEUTRAL
-    priority: Any = None
 
     @model_validator(mode="after")
     def _refuse(self) -> Self:

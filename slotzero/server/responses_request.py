@@ -40,7 +40,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
-    "repetition_penalty",
+    "repetition_penalty", "priority",
 )  # fmt: skip
 
 
@@ -176,6 +176,7 @@ class ResponsesRequest(RequestModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # NEUTRAL
     access_programs: Any = None

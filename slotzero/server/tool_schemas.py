@@ -14,6 +14,7 @@ from slotzero.errors import RequestError
 from slotzero.formats.value_types import ALL
 
 MAX_DEPTH = 64
+MAX_VISITS = 1000
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
@@ -29,6 +30,9 @@ def check_schema(schema: Mapping[str, Any] | None, where: str) -> None:
     if kind != "object":
         raise _wrong(f"{where}.type", f"must be 'object', got {_shown(kind)}")
     _check(schema, where, schema)
+    if not _Ends(schema).has_end(schema, ("#",)):
+        what = "what it requires contains itself again, without end; make one property optional"
+        raise _wrong(where, what)
 
 
 def _check(schema: Any, where: str, root: Mapping[str, Any]) -> None:
@@ -45,7 +49,7 @@ def _check(schema: Any, where: str, root: Mapping[str, Any]) -> None:
     if not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
         raise _wrong(f"{where}.required", "must be a list of names")
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/") and not _is_in(root, reference):
+    if isinstance(reference, str) and reference.startswith("#/") and _at(root, reference) is None:
         raise _wrong(f"{where}.$ref", f"there is no {reference[:80]} in the schema")
     for place, part in _parts(schema, where):
         _check(part, place, root)
@@ -68,8 +72,56 @@ def _parts(schema: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
             yield f"{where}.{key}", schema[key]
 
 
-def _is_in(root: Any, reference: str) -> bool:
-    """Return whether there is something at a local reference."""
+class _Ends:
+    """Search for a finite value of a schema, through everything that it requires.
+
+    It gives up after MAX_VISITS parts, and then takes the schema for a finite one.
+    """
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._num_visits = 0
+        self._found: dict[str, Any] = {}  # by reference
+
+    def has_end(self, schema: Any, within: tuple[str, ...]) -> bool:
+        """`within`: the references, or empty strings, that lead to this schema."""
+        self._num_visits += 1
+        is_known = isinstance(schema, Mapping) and len(within) <= MAX_DEPTH
+        if not is_known or self._num_visits > MAX_VISITS:
+            return True
+        needed = _list_in(schema, "allOf")
+        named = schema.get("properties")
+        if schema.get("type") == "object" and isinstance(named, Mapping):
+            required = {one for one in _list_in(schema, "required") if isinstance(one, str)}
+            needed = [*needed, *(part for name, part in named.items() if name in required)]
+        choices = [parts for key in ("anyOf", "oneOf") if (parts := _list_in(schema, key))]
+        inner = (*within, "")
+        return (
+            self._reference_has_end(schema.get("$ref"), within)
+            and all(self.has_end(part, inner) for part in needed)
+            and all(any(self.has_end(part, inner) for part in parts) for parts in choices)
+        )
+
+    def _reference_has_end(self, reference: Any, within: tuple[str, ...]) -> bool:
+        if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
+            return True
+        if reference in within:
+            return False
+        if reference not in self._found:
+            self._found[reference] = _at(self._root, reference)
+        return self.has_end(self._found[reference], (*within, reference))
+
+
+def _list_in(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """Return a list in a schema that a reference may have found in a place that is unchecked."""
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _at(root: Any, reference: str) -> Any:
+    """Return what is at a local reference, or None."""
+    if reference == "#":
+        return root
     for part in unquote(reference).removeprefix("#/").split("/"):
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(root, Mapping) and key in root:
@@ -77,8 +129,8 @@ def _is_in(root: Any, reference: str) -> bool:
         elif isinstance(root, list) and key.isdecimal() and int(key) < len(root):
             root = root[int(key)]
         else:
-            return False
-    return True
+            return None
+    return root
 
 
 def _depth_is_at_most(value: Any, depth: int) -> bool:

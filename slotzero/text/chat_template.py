@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -119,8 +119,21 @@ def render_chat(template: str, variables: Mapping[str, Any]) -> str:
     try:
         return _compiled(template).render(variables)
     except Exception as error:  # a template can raise anything, from TypeError to RecursionError
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise RequestError(f"the model's chat template rejects these messages: {reason}") from None
+        raise _template_error(error) from None
+
+
+def variables_of(template: str) -> frozenset[str]:
+    """Return the names that a template reads and does not always set itself; raise RequestError if
+    it is not valid Jinja."""
+    try:
+        return _variables_of(template)
+    except Exception as error:
+        raise _template_error(error) from None
+
+
+def _template_error(error: Exception) -> RequestError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return RequestError(f"the model's chat template rejects these messages: {reason}")
 
 
 def render_unfinished(template: str, variables: Mapping[str, Any]) -> str:
@@ -144,6 +157,15 @@ def render_unfinished(template: str, variables: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+@lru_cache(maxsize=16)
+def _variables_of(template: str) -> frozenset[str]:
+    return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+
+
+def _environment() -> jinja2.Environment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -152,7 +174,7 @@ def _compiled(template: str) -> jinja2.Template:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
+    return environment
 
 
 class _GenerationBlock(Extension):

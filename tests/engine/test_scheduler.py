@@ -145,6 +145,41 @@ def test_preemption_takes_the_youngest() -> None:
     assert old.num_preemptions == 0
 
 
+def test_requests_begin_by_priority_then_by_arrival() -> None:
+    world = make_world(max_num_seqs=1)
+    running = world.add([1, 2], max_tokens=3, priority=9)
+    world.turn()
+    for priority in (2, 0, -1, 0):
+        world.add([1, 2], max_tokens=1, priority=priority)
+    begun = [running.id]
+    while world.scheduler.has_work:
+        begun += [row[0] for row in rows_of(world.turn()) if row[0] != begun[-1]]
+    assert begun == ["r0", "r3", "r2", "r4", "r1"]  # the running one is not interrupted
+    world.drain()
+
+
+def test_preemption_takes_the_highest_priority_value() -> None:
+    world = make_world(num_pages=8, max_model_len=24, enable_prefix_caching=False)
+    first, low, last = (
+        world.add([n, n, n], max_tokens=14, priority=priority)
+        for n, priority in enumerate([0, 1, 0])
+    )
+    while not world.scheduler.num_preemptions:
+        world.turn()
+    assert [r.num_preemptions for r in (first, low, last)] == [0, 1, 0]
+    world.drain()
+
+
+def test_a_long_prompt_of_a_higher_priority_does_not_delay_decodes() -> None:
+    world = make_world(max_num_batched_tokens=5)
+    world.add([1, 2], max_tokens=9, priority=1)
+    world.turn()
+    world.add([1] * 9, max_tokens=2)
+    assert rows_of(world.turn()) == [("r0", 2, 1, True), ("r1", 0, 4, False)]
+    assert rows_of(world.turn()) == [("r0", 3, 1, True), ("r1", 4, 4, False)]
+    world.drain()
+
+
 def _preempt_youngest(world: World) -> Request:
     while not world.scheduler.num_preemptions:
         world.launch()
@@ -462,7 +497,7 @@ def _share_a_page_to_be_written(world: World) -> None:
         lambda world: setattr(world.requests[0], "target", 23),
         lambda world: setattr(world.requests[0], "arrival", 23),
         lambda world: setattr(world.requests[0], "status", RequestStatus.WAITING),
-        lambda world: world.scheduler._waiting.update(r1=world.scheduler._running.pop("r1")),
+        lambda world: world.scheduler._running.remove(world.requests[1]),
         _share_a_page_to_be_written,
     ],
 )

@@ -36,11 +36,13 @@ class Traffic(RuleBasedStateMachine):
         caching=st.booleans(),
         ahead=st.sampled_from([0, 0, 1, 3]),
         most_behind=st.integers(1, 4),
+        has_priorities=st.booleans(),
     )
     def start(
         self, windows, page_size, spare_pages, max_num_seqs, spare_tokens, caching, ahead,
-        most_behind,
+        most_behind, has_priorities,
     ) -> None:  # fmt: skip
+        self.has_priorities = has_priorities
         batch = max_num_seqs + spare_tokens
         behind = most_behind if ahead else None
         span = reach(batch, ahead, behind or 0)
@@ -66,7 +68,8 @@ class Traffic(RuleBasedStateMachine):
     )
     def add(self, head, tail, max_tokens, stop_ids, grammar, data) -> None:
         min_tokens = data.draw(st.integers(0, min(3, max_tokens)))
-        self.world.add(head + tail, max_tokens, stop_ids, min_tokens, grammar)
+        priority = data.draw(st.integers(-1, 1)) if self.has_priorities else 0
+        self.world.add(head + tail, max_tokens, stop_ids, min_tokens, grammar, priority)
 
     @precondition(lambda self: self.world.alive)
     @rule(pick=st.integers(0, 99))
@@ -108,7 +111,9 @@ TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
 
 
-def _soak(rng: random.Random, caching: bool, windows: Sequence[int | None]) -> World:
+def _soak(
+    rng: random.Random, caching: bool, windows: Sequence[int | None], priorities: Sequence[int]
+) -> World:
     batch, ahead = rng.choice([5, 16]), rng.choice([0, 2])
     behind = rng.choice([1, 3]) if ahead else None
     span = reach(batch, ahead, behind or 0)
@@ -129,7 +134,9 @@ def _soak(rng: random.Random, caching: bool, windows: Sequence[int | None]) -> W
             tail = [rng.randrange(2) for _ in range(rng.randint(1, 5))]
             stop_ids = {rng.randrange(VOCAB)} if rng.random() < 0.3 else ()
             grammar = Counting(rng.randint(1, 20)) if rng.random() < 0.3 else None
-            world.add(head + tail, rng.randint(1, 20), stop_ids, rng.randint(0, 1), grammar)
+            most, least = rng.randint(1, 20), rng.randint(0, 1)
+            priority = priorities[len(world.requests) % len(priorities)]
+            world.add(head + tail, most, stop_ids, least, grammar, priority)
         if world.alive and rng.random() < 0.03:
             world.scheduler.cancel(rng.choice(world.alive))
         world.turn()
@@ -139,15 +146,18 @@ def _soak(rng: random.Random, caching: bool, windows: Sequence[int | None]) -> W
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (6,), (1, None)])
-def test_long_random_traffic_reaches_every_hard_path(windows, caching: bool) -> None:
+@pytest.mark.parametrize("priorities", [(0,), (-1, 0, 3)])
+def test_long_random_traffic_reaches_every_hard_path(windows, caching: bool, priorities) -> None:
     """The same property holds, and the test asserts that the hard paths were taken."""
-    worlds = [_soak(random.Random(seed), caching, windows) for seed in range(25)]
+    worlds = [_soak(random.Random(seed), caching, windows, priorities) for seed in range(25)]
     stats = [world.scheduler.ledger.cache.stats for world in worlds]
     reasons = {request.finish_reason for world in worlds for request in world.requests}
     assert reasons == {"stop", "length", "abort"}
     assert sum(world.num_right for world in worlds) > 400
     assert sum(world.device.num_caught_up for world in worlds) > 200
-    assert sum(world.scheduler.num_preemptions for world in worlds) > 50
+    assert sum(world.scheduler.num_preemptions for world in worlds) > 40
+    num_by_priority = sum(world.num_preempted_by_priority for world in worlds)
+    assert (num_by_priority > 5) == (len(priorities) > 1)
     assert (sum(world.num_sat_out for world in worlds) > 50) == (6 in windows)
     assert (sum(s.num_hit_tokens for s in stats) > 500) == caching
     assert (sum(s.num_evicted_pages for s in stats) > 100) == caching

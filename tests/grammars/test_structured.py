@@ -484,7 +484,7 @@ def test_a_grammar_that_fails_while_its_request_waits(monkeypatch: pytest.Monkey
     while len(answer.token_ids) < 4 or not answer.request.num_in_flight:
         assert not answer.finished
         engine.step()
-    assert engine.schedulers[0].preempt_youngest() is answer.request
+    assert engine.schedulers[0].preempt_last() is answer.request
     drain(engine)
     assert (answer.finish_reason, answer.failure) == ("abort", ENDLESS_ERROR)
     check_nothing_leaked(engine)
@@ -571,7 +571,7 @@ def test_preemption_in_the_middle_of_an_answer_and_of_a_step(
         kv_cache_memory=6 * PAGE,
     )  # fmt: skip
     seen: list[tuple[bool, int]] = []
-    preempt = engine.schedulers[0].preempt_youngest
+    preempt = engine.schedulers[0].preempt_last
 
     def watched() -> Any:
         request = preempt()
@@ -579,7 +579,7 @@ def test_preemption_in_the_middle_of_an_answer_and_of_a_step(
             seen.append((bool(request.output_token_ids), request.num_in_flight))
         return request
 
-    engine.schedulers[0].preempt_youngest = watched  # type: ignore[method-assign]
+    engine.schedulers[0].preempt_last = watched  # type: ignore[method-assign]
     engine.validate("compiled", *asks[0])
     answers = [engine.add(f"{i}", *asked) for i, asked in enumerate(asks)]
     drain(engine)

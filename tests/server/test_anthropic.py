@@ -132,13 +132,17 @@ def test_choices_thinking_and_structure() -> None:
     assert fake.prompt == "user:How warm is Paris?;assistant:It is"
 
 
-def test_a_call_that_is_cut_off_is_not_invented() -> None:
+@pytest.mark.parametrize(("text", "limit"), [(TOOL_LOOP[0], 90), (TOOL_LOOP[0][:-20], 900)])
+def test_a_call_that_is_cut_off_is_not_invented(text: str, limit: int) -> None:
+    """Neither by the limit nor by a model that ends in the middle of its call."""
+
     async def work() -> None:
-        made = await client_of(engine(TOOL_LOOP[0])).messages.create(
-            model="tiny", max_tokens=90, messages=USER, tools=[WEATHER]
-        )
+        given: Any = {"model": "tiny", "max_tokens": limit, "messages": USER, "tools": [WEATHER]}
+        made = await client_of(engine(text)).messages.create(**given)
         assert made.stop_reason == "max_tokens"
         assert made.content[2].input == {}
+        async with client_of(engine(text)).messages.stream(**given) as stream:
+            assert (await stream.get_final_message()).stop_reason == "max_tokens"
 
     run(work)
 

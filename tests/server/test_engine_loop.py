@@ -132,6 +132,22 @@ def test_requests_with_another_salt_share_no_prefix(make_desk: MakeDesk) -> None
     desk.engine.check()
 
 
+def test_requests_begin_by_priority_if_the_policy_says_so(make_desk: MakeDesk) -> None:
+    asked = [Add(f"{i}", prompt_of(5), greedy(2) | {"priority": i}) for i in (2, 0, 1)]
+    desk = make_desk(max_num_seqs=1, scheduling_policy="priority")
+    messages = [*desk.turn(*asked), *desk.finish()]
+    ends = [one.id for m in kinds(messages, Progress) for one in m.grown if one.finish_reason]
+    assert ends == ["0", "1", "2"]
+
+    desk = make_desk(max_num_seqs=1)
+    messages = [*desk.turn(*asked), *desk.finish()]
+    assert [(refused.id, refused.param) for refused in kinds(messages, Refused)] == [
+        ("2", "priority"), ("1", "priority")
+    ]  # fmt: skip
+    ends = [one.id for m in kinds(messages, Progress) for one in m.grown if one.finish_reason]
+    assert ends == ["0"]
+
+
 def test_new_requests_do_not_stop_running_ones(
     make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,15 @@ def test_a_chat_with_a_tool(step: int) -> None:
     assert client.prompt.endswith('"arguments": {"city": "Paris"}}</tool_call>;tool:rain;')
 
 
+def test_a_call_that_breaks_off_is_not_sent() -> None:
+    client = engine(TOOL_LOOP[0][:-20])  # the model ends in the middle of its call
+    made = post(client, "/api/chat", messages=USER, tools=[WEATHER], stream=False).json()
+    assert "tool_calls" not in made["message"]
+    assert made["done_reason"] == "length"
+    *_, end = lines_of(post(client, "/api/chat", messages=USER, tools=[WEATHER]).text)
+    assert end["done_reason"] == "length"
+
+
 def test_generate_options_and_format() -> None:
     client = engine(f"{THOUGHT}{{}}")
     options = {"temperature": 0.5, "num_predict": 60, "stop": ["x"], "num_ctx": 99,

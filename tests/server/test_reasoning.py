@@ -55,11 +55,23 @@ def test_reasoning_can_be_switched_off_and_left_in_the_text() -> None:
     assert reply.json()["choices"][0]["message"]["content"] == ANSWER
 
 
-def test_a_switch_that_the_template_lacks_is_refused() -> None:
-    always = tool_tokenizer(MESSAGES + "<think>\n")
+@pytest.mark.parametrize(
+    "template",
+    [
+        "<think>\n",
+        "{{ messages[0].thinking }}<think>\n",  # an attribute, no variable
+        "{% set ns = namespace(enable_thinking=true) %}{% set thinking = 1 %}<think>\n",
+        "{{ reasoning_effort }}<think>\n",  # gpt-oss can reason less, but not nothing
+    ],
+)
+def test_a_switch_that_the_template_lacks_is_refused(template: str) -> None:
     body = CHAT | {"reasoning_effort": "none"}
-    error = refused("/v1/chat/completions", body, tokenizer=always)
+    error = refused("/v1/chat/completions", body, tokenizer=tool_tokenizer(MESSAGES + template))
     assert "cannot switch its reasoning" in error["message"]
+
+
+def test_reasoning_may_be_switched_off_where_there_is_none() -> None:
+    body = CHAT | {"reasoning_effort": "none"}
     assert ask(FakeClient(), "/v1/chat/completions", body).status_code == 200  # it never reasons
 
 

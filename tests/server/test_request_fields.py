@@ -35,7 +35,7 @@ def test_parameters_reach_the_engine() -> None:
         "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "frequency_penalty": 1.5,
         "presence_penalty": -1, "repetition_penalty": 1.1, "seed": 7, "min_tokens": 2,
         "ignore_eos": True, "stop_token_ids": [1], "skip_special_tokens": False,
-        "include_stop_str_in_output": True, "cache_salt": "mine",
+        "include_stop_str_in_output": True, "cache_salt": "mine", "priority": -3,
         "prompt_logprobs": 2,
     }  # fmt: skip
     chat(client, **same, max_completion_tokens=9, logit_bias={"5": -100})
@@ -142,7 +142,8 @@ WRONG_FIELDS = [
     ({"bad_words": ["word", ""]}, "bad_words"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"request_id": "a b"}, "request_id"),
-    ({"priority": 1}, "priority"),
+    ({"priority": "high"}, "priority"),
+    ({"priority": 2**63}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -263,6 +264,12 @@ def test_a_requests_own_template() -> None:
     assert client.prompt == "Own: Hi doc"
     error = refused("/v1/chat/completions", body)
     assert "--trust-request-chat-template" in error["message"]
+
+
+def test_documents_that_the_template_would_not_show_are_refused() -> None:
+    error = refused_chat(documents=[{"text": "doc"}])
+    assert error["param"] == "documents"
+    assert "does not show them" in error["message"]
 
 
 @pytest.mark.parametrize(

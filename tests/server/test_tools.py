@@ -352,6 +352,10 @@ def test_a_structure_beside_tools_is_an_alternative(way: dict[str, Any]) -> None
         ({"$defs": {"a": {"oneOf": {}}}}, ".$defs.a.oneOf"),
         ({"additionalProperties": 3}, ".additionalProperties"),
         ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"c": {}}}, ".properties.a.$ref"),
+        ({"$ref": "#"}, ""),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, ""),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "required": ["a"],
+          "$defs": {"b": {"anyOf": [{"$ref": "#/$defs/b"}, {"allOf": [{"$ref": "#"}]}]}}}, ""),
     ],
 )  # fmt: skip
 def test_a_schema_that_is_none_is_refused(parameters: Any, where: str) -> None:
@@ -373,6 +377,10 @@ def test_a_schema_that_is_none_is_refused(parameters: Any, where: str) -> None:
         {"properties": {"a": {"type": ["string", "null"], "items": [{}, {}]}}},
         {"properties": {"a": {"$ref": "#anchor"}}, "x-any": {"type": 3, "properties": []}},
         {"properties": {"a": {"default": {"type": "strin"}, "enum": [{"$ref": "#/no"}]}}},
+        {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+         "required": ["a"]},
+        {"type": "object", "properties": {"a": {"$ref": "#/x"}}, "required": ["a"],
+         "x": {"type": "object", "required": [[]], "properties": 3, "allOf": 4, "$ref": []}},
     ],
 )  # fmt: skip
 def test_an_unusual_schema_is_accepted(parameters: Any) -> None:

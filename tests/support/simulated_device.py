@@ -248,15 +248,23 @@ class World:
         """Number of drafts that were accepted."""
         self.num_sat_out = 0
         """Number of prefill chunks that sat out a step for lack of window pages."""
+        self.num_preempted_by_priority = 0
+        """Number of steps in which a request was preempted and a younger one was not."""
 
     def add(
-        self, prompt: list[int], max_tokens: int = 99, stop_ids=(), min_tokens=0, grammar=None
+        self,
+        prompt: list[int],
+        max_tokens: int = 99,
+        stop_ids=(),
+        min_tokens=0,
+        grammar=None,
+        priority=0,
     ) -> Request:
         arrival = len(self.requests)
         request = Request(
             id=f"r{arrival}",
             prompt_token_ids=prompt,
-            params=SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens),
+            params=SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, priority=priority),
             seed=0,
             arrival=arrival,
             stop_ids=frozenset(stop_ids),
@@ -272,19 +280,24 @@ class World:
         return [r for r in self.requests if r.status is not RequestStatus.FINISHED]
 
     def launch(self) -> Step | None:
-        oldest = next(iter(self.alive), None)
+        # with priorities, the oldest may have to wait for younger ones
+        is_first_come = not any(request.params.priority for request in self.alive)
+        oldest = next(iter(self.alive), None) if is_first_come else None
         can_advance = oldest is not None and oldest.num_known < oldest.max_len
         waits = oldest is not None and (oldest.status is RequestStatus.WAITING or oldest.grammar)
         if waits and oldest.num_in_flight:
             can_advance = False  # it waits until its own sample is committed
         if oldest is not None and oldest.most_known >= oldest.max_len:
             can_advance = False  # it may be finished, if all drafts in flight are right
-        preemptions = {request: request.num_preemptions for request in self.alive}
+        before = list(self.alive)
+        preemptions = {request: request.num_preemptions for request in before}
+        was_running = {r for r in before if r.status is RequestStatus.RUNNING}
         step = self.schedulers.plan(self.widths.randint(1, 1 + self.config.ahead))
         self.scheduler.check()
         if can_advance:
             assert step is not None
             assert step.rows[0].request is oldest, "the oldest did not advance"
+        self._inspect_order(was_running, preemptions)
         rows = {row.request for row in step.rows} if step else set()
         for request in self.alive:
             is_chunk = (
@@ -300,14 +313,32 @@ class World:
 
     def _inspect(self, step: Step) -> None:
         assert step.num_tokens <= self.config.max_num_batched_tokens
-        arrivals = [row.request.arrival for row in step.rows]
-        assert arrivals == sorted(set(arrivals))
+        num_decoding = sum(row.start >= row.request.target for row in step.rows)
+        decoding = [_place(row.request) for row in step.rows[:num_decoding]]
+        assert decoding == sorted(set(decoding))
+        if not any(row.request.params.priority for row in step.rows):
+            arrivals = [row.request.arrival for row in step.rows]
+            assert arrivals == sorted(set(arrivals))
         for row in step.rows:
             assert row.request.status is RequestStatus.RUNNING
             assert row.count >= 1
             assert row.slot == row.request.slot != 0
             assert row.start + row.count < row.request.max_len
             self._inspect_pages(row)
+
+    def _inspect_order(self, was_running: set[Request], preemptions: dict[Request, int]) -> None:
+        """Check which requests a plan has admitted and preempted: no other came before them."""
+        running = {r for r in self.alive if r.status is RequestStatus.RUNNING}
+        waiting = [_place(r) for r in self.alive if r.status is RequestStatus.WAITING]
+        admitted = [_place(request) for request in running - was_running]
+        assert not waiting or not admitted or max(admitted) < min(waiting)
+        preempted = [r for r in was_running if r.num_preemptions > preemptions[r]]
+        assert not preempted or not admitted
+        self.num_preempted_by_priority += any(
+            r.arrival < other.arrival for r in preempted for other in running
+        )
+        for request in preempted:
+            assert all(_place(other) < _place(request) for other in running)
 
     def _inspect_pages(self, row: Row) -> None:
         size = self.config.page_size
@@ -369,6 +400,10 @@ class World:
         assert cache.num_pages == 0 or self.config.enable_prefix_caching
         cache.clear()
         assert ledger.num_pages == tuple(group.pool.num_free for group in self.groups)
+
+
+def _place(request: Request) -> tuple[int, int]:
+    return request.params.priority, request.arrival
 
 
 def make_world(**changes) -> World:
