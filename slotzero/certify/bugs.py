@@ -7,7 +7,7 @@ runners share, or whose runner does not exist here, into all.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from slotzero.graph.registry import Entry
+from slotzero.graph import TensorKind
 from slotzero.speculative.passes import DRAFT, EXTEND, VERIFY
 
 
@@ -134,8 +134,10 @@ BUGS = (
 )  # fmt: skip
 
 
-def numbers_of(runner: str, entry: Entry, fault: str) -> tuple[str, ...]:
-    names = {entry.name, entry.kind.value}
+def numbers_of(runner: str, culprit: str, kind: TensorKind | None, fault: str) -> tuple[str, ...]:
+    """Return the bugs that were this fault. `kind`: of the tensor; None for a fault of the
+    engine."""
+    names = {culprit, "" if kind is None else kind.value}
     return tuple(
         bug.number
         for bug in BUGS

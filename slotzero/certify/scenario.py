@@ -17,6 +17,9 @@ from slotzero.graph.registry import Entry
 FLOAT8_NAN = 0xFF
 MUTABLE = (TensorKind.TABLE, TensorKind.PUBLISHED, TensorKind.DERIVED, TensorKind.OUTPUT)
 WRITTEN = (TensorKind.DERIVED, TensorKind.OUTPUT)
+GRAPH_MEMORY = "graph memory"
+"""Name of what recordings share for their intermediates, where it can be overwritten."""
+POISON_BYTE = 0xFF  # NaN as a number of any width, and -1 as an index
 Rows = Sequence[int]
 
 
@@ -62,6 +65,7 @@ class Trial:
         self.registry = runner.registry
         self._slots_name = runner.spec.published[0]
         self._entries = [e for e in runner.entries() if e.kind in MUTABLE]
+        self._saved: list[tuple[Tensor, Tensor]] = []  # overwritten graph memory, as it was
 
     def replay(self, *, rows: Rows | None = None, key: GraphKey | None = None,
                poison: Iterable[str] = ()) -> Outcome:  # fmt: skip
@@ -110,7 +114,8 @@ class Trial:
         those that other runners write."""
         kinds = (TensorKind.PUBLISHED, TensorKind.DERIVED, TensorKind.TABLE, TensorKind.OUTPUT)
         entries = [*self._entries, *others_of(self.runner)]
-        return [e.name for kind in kinds for e in entries if e.kind is kind]
+        names = [e.name for kind in kinds for e in entries if e.kind is kind]
+        return [*names, GRAPH_MEMORY] if self.runner.backend.blocks() else names
 
     def run(
         self,
@@ -137,18 +142,30 @@ class Trial:
 
     def _load(self, poison: Iterable[str]) -> None:
         self.registry.distrust_published()
+        for block, was in self._saved:
+            block.copy_(was)
+        self._saved.clear()
         for entry in self._entries:
             if entry.kind is TensorKind.TABLE:
                 entry.tensor.copy_(self.scenario.tables[entry.name])
             else:
                 entry.tensor.zero_()
         for name in poison:
-            self._poison(self.registry.entry(name))
+            if name == GRAPH_MEMORY:
+                self._poison_graph_memory()
+            else:
+                self._poison(self.registry.entry(name))
 
     def _publish(self, published: Mapping[str, Sequence[int]], rows: Iterable[int]) -> None:
         self.registry.begin_step()
         for name in self.runner.spec.published:
             self.registry.publish(name, [published[name][row] for row in rows])
+
+    def _poison_graph_memory(self) -> None:
+        """Overwrite it until the next trial: what the replays before left there may not matter."""
+        for block in self.runner.backend.blocks():
+            self._saved.append((block, block.clone()))
+            block.fill_(POISON_BYTE)
 
     def _poison(self, entry: Entry) -> None:
         poison = poison_of(entry, self.scenario.idle_slot)

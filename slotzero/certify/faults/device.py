@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slotzero.certify.faults.case import Case, Fault, always, swapped, swapped_item
@@ -19,10 +20,13 @@ from slotzero.certify.scenario import kind_of
 from slotzero.graph import GraphKey, Pieces, Runner, TensorKind
 from slotzero.graph.backend import StepFunction
 from slotzero.models.layer import LayerStep
+from slotzero.runners.passes import PLACES as PASS_PLACES
 from slotzero.speculative.assistant import AssistantDrafter
 from slotzero.speculative.passes import DRAFT, EXTEND
+from slotzero.speculative.passes import PLACES as VERIFY_PLACES
 
 DERIVED, OUTPUT, TABLE = (TensorKind.DERIVED,), (TensorKind.OUTPUT,), (TensorKind.TABLE,)
+TOKEN_OWNERS = (PASS_PLACES[0], VERIFY_PLACES[0])
 LEAKED = -1000.0  # in place of NaN, which integers cannot hold
 
 
@@ -122,8 +126,31 @@ def _bake(case: Case, now: Tensor, was: Tensor) -> None:
     now[row].fill_(0)
 
 
+def _pad_below_zero(case: Case, now: Tensor, was: Tensor) -> None:
+    now[case.num_real :].fill_(-1)
+
+
+def _join_padding(case: Case, now: Tensor, was: Tensor) -> None:
+    now[case.num_real :].copy_(now[case.num_real - 1])
+
+
+def _keep_beyond_rows(case: Case, now: Tensor, was: Tensor) -> None:
+    rows = case.scenario.num_rows
+    now[rows:].copy_(was[rows:])
+
+
+def _widen_stride(case: Case, now: Tensor, was: Tensor) -> None:
+    now.copy_(now[case.places_at_double_stride])
+
+
 def _is_written(case: Case) -> bool:
     return case.is_written
+
+
+def _changes_at_double_stride(case: Case) -> bool:
+    rows = case.plain.tensors[case.entry.name][: case.size]
+    at_stride = rows[case.places_at_double_stride]
+    return case.entry.per != "step" and not torch.equal(at_stride, rows)
 
 
 RECORDINGS: tuple[Fault, ...] = (
@@ -163,6 +190,27 @@ RECORDINGS: tuple[Fault, ...] = (
         (TensorKind.PUBLISHED, *DERIVED, *OUTPUT),
         lambda case: case.row_unlike_padding is not None,
         _bake,
+    ),
+    RecordedFault(
+        "padded row below zero",
+        (*DERIVED, *OUTPUT),
+        lambda case: case.is_count and case.is_padded,
+        _pad_below_zero,
+    ),
+    RecordedFault(
+        "padded tokens join the last row",
+        DERIVED,
+        lambda case: case.is_padded and case.entry.name in TOKEN_OWNERS,
+        _join_padding,
+    ),
+    RecordedFault(
+        "counted in rows instead of tokens",
+        (*DERIVED, *OUTPUT),
+        lambda case: case.entry.per == "token" and case.scenario.num_rows < case.num_real,
+        _keep_beyond_rows,
+    ),
+    RecordedFault(
+        "stride of the largest size", (*DERIVED, *OUTPUT), _changes_at_double_stride, _widen_stride
     ),
 )  # fmt: skip
 
@@ -287,6 +335,12 @@ KERNELS: tuple[Fault, ...] = (
         _write_column,
     ),
     KernelFault("written by a kernel", (TensorKind.CONSTANT,), always, _write_row_0),
+    KernelFault(
+        "content lost in a reload",
+        (TensorKind.CONSTANT,),
+        lambda case: bool(case.entry.tensor.any()),
+        lambda case, rows: rows.zero_(),
+    ),
     KernelFault(
         "two rows exchanged",
         (TensorKind.CONSTANT,),
