@@ -16,6 +16,7 @@ from slotzero.certify.operator_trace import (
     span_of,
     stray_addresses,
 )
+from slotzero.certify.padding import PADDED_ROWS
 from slotzero.certify.report import Violation
 from slotzero.certify.scenario import GRAPH_MEMORY, Outcome, Trial, others_of, owned_rows
 from slotzero.graph import GraphKey, Registry, TensorKind
@@ -61,6 +62,16 @@ class Examination:
         for name, mismatch in self._leaks(self.trial.poisonable()):
             found = f"poisoned, it changed {mismatch.tensor!r}: {mismatch}"
             yield self._violation("S1", name, found, mismatch.row)
+        yield from self._padding_between_layers()
+
+    def _padding_between_layers(self) -> Iterator[Violation]:
+        """Check that padding in what layers return reaches nothing: kernels may skip it, and leave
+        there what was in memory."""
+        over, expected = self.trial.eager_over_garbage(), self.trial.eager()
+        mismatch = next(differences(self.trial.runner, over, expected), None)
+        if mismatch is not None:
+            found = f"filled with NaN between layers, it changed {mismatch.tensor!r}: {mismatch}"
+            yield self._violation("S1", PADDED_ROWS, found, mismatch.row)
 
     def s2(self) -> Iterator[Violation]:
         eager = self.trial.eager()
@@ -76,6 +87,8 @@ class Examination:
         rows = range(trial.scenario.num_rows)
         after = trial.replay_after_larger_step()
         yield from self._differ("S3", after, self.plain, 0.0, "history: after a larger step")
+        moved = trial.replay_in_other_slots()
+        yield from self._differ("S3", moved, self.plain, 0.0, "slots: numbered backwards")
         if len(rows) > 1:
             turned = trial.replay(rows=rows[::-1])
             why = "order: rows reversed"

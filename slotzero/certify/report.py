@@ -13,6 +13,8 @@ RULES = {
     "S6": "registered tensors and graph memory do not overlap",
 }
 CHECKS = tuple(RULES)
+ENGINE = "engine"
+"""The runner of violations and faults that are in no single runner."""
 LIVE_RULES = {
     "S8": "an answer equals the one recomputed from its tokens without cache, drafts or neighbours",
     "S9": "every slot and page has exactly the owners that the engine counts",

@@ -5,13 +5,15 @@ models.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from slotzero.certify.padding import PaddingPieces, fill_with_garbage
 from slotzero.graph import GraphKey, Registry, Runner, TensorKind
+from slotzero.graph.backend import PlainPieces
 from slotzero.graph.registry import Entry
 
 FLOAT8_NAN = 0xFF
@@ -77,6 +79,16 @@ class Trial:
               poison: Iterable[str] = ()) -> Outcome:  # fmt: skip
         return self.run(lambda k, _: self.runner.eager(k), rows, key or self.scenario.key, poison)
 
+    def eager_over_garbage(self) -> Outcome:
+        """Run eagerly with padding that no kernel has written: NaN in what every layer returns."""
+        num_rows, function = self.scenario.num_rows, self.runner.spec.function
+
+        def run(key: GraphKey, num_tokens: int) -> None:
+            pieces = PaddingPieces(PlainPieces(), key, num_rows, num_tokens, fill_with_garbage)
+            function(key, pieces)
+
+        return self.run(run, None, self.scenario.key)
+
     def replay_after_larger_step(self) -> Outcome:
         """Replay with the scenario's tables, and everything else as a larger step left it."""
         larger_step = self.scenario.larger_step
@@ -91,6 +103,27 @@ class Trial:
         for name, tensor in self.scenario.tables.items():
             self.registry[name].copy_(tensor)
         return self._finish(lambda k, n: self.runner.run(k, n), None, self.scenario.key)
+
+    def replay_in_other_slots(self) -> Outcome:
+        """Replay the same rows with the slots numbered backwards, and return tables and outputs as
+        if each request were still in its own."""
+        scenario = self.scenario
+        by_slot = [e for e in self._entries if e.kind is TensorKind.TABLE and not e.through]
+        last = by_slot[0].tensor.shape[by_slot[0].axis] - 1
+        self._load(())
+        for entry in by_slot:
+            entry.tensor.copy_(_backwards(entry, scenario.tables[entry.name]))
+        slots = [last + 1 - slot for slot in scenario.published[self._slots_name]]
+        rows = range(scenario.num_rows)
+        self._publish({**scenario.published, self._slots_name: slots}, rows)
+        self.runner.run(scenario.key, self.num_tokens(scenario.published, rows))
+        made = self._outcome(rows, scenario.key)
+        tensors = {
+            e.name: _backwards(e, made.tensors[e.name]) if e in by_slot else made.tensors[e.name]
+            for e in self._entries
+            if e.kind in (TensorKind.TABLE, TensorKind.OUTPUT)
+        }
+        return replace(made, tensors=tensors)
 
     @property
     def unpadded_key(self) -> GraphKey:
@@ -134,6 +167,9 @@ class Trial:
         rows = range(self.scenario.num_rows) if rows is None else rows
         self._publish(self.scenario.published, rows)
         how(key, self.num_tokens(self.scenario.published, rows))
+        return self._outcome(rows, key)
+
+    def _outcome(self, rows: Rows, key: GraphKey) -> Outcome:
         slots = tuple(self.scenario.published[self._slots_name][row] for row in rows)
         is_ragged = self.runner.spec.rows is not None
         counts = tuple(self.counts(self.scenario.published, rows)) if is_ragged else None
@@ -180,6 +216,12 @@ class Trial:
         for masks in (self.scenario.unused, self.scenario.fresh):
             if entry.name in masks:
                 by_row.masked_fill_(masks[entry.name], poison)
+
+
+def _backwards(entry: Entry, table: Tensor) -> Tensor:
+    """Return a table by slot with its rows in reverse, except for row 0."""
+    by_row = table.movedim(entry.axis, 0)
+    return torch.cat([by_row[:1], by_row[1:].flip(0)]).movedim(0, entry.axis)
 
 
 def poison_of(entry: Entry, index: int) -> float:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from slotzero.certify.certify import all_sizes, certify, few_checks, few_sizes, left_out
-from slotzero.certify.company import COMPANY, ENGINE, REQUESTS, in_company
+from slotzero.certify.company import COMPANY, REQUESTS, in_company
 from slotzero.certify.company_faults import mutate_company
 from slotzero.certify.mutants import Mutant, mutate
-from slotzero.certify.report import CHECKS, Cell, Certificate
+from slotzero.certify.report import CHECKS, ENGINE, Cell, Certificate
 from slotzero.certify.scenarios import bounds_of, scenario_for
 from slotzero.certify.traffic import mutate_traffic
 from slotzero.config import EngineConfig

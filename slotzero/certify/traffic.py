@@ -21,7 +21,7 @@ from slotzero.certify.bugs import numbers_of
 from slotzero.certify.faults.case import swapped
 from slotzero.certify.faults.device import replaced
 from slotzero.certify.mutants import Mutant
-from slotzero.certify.report import Violation
+from slotzero.certify.report import ENGINE, Violation
 from slotzero.engine.engine import Engine
 from slotzero.errors import ContractError, PoolError
 from slotzero.graph import GraphKey, Pieces, Runner
@@ -34,7 +34,6 @@ from slotzero.step import Step
 
 LETTERS = (3, 5, 6, 7)  # token ids that every vocabulary has
 ANSWER_LEN = 24
-RUNNER = "engine"
 
 
 class TrafficRequest(NamedTuple):
@@ -219,10 +218,10 @@ class _Watch:
         try:
             self._engine.check()
         except PoolError as error:
-            self.violations.append(Violation("S9", RUNNER, "a step", "", str(error)))
+            self.violations.append(Violation("S9", ENGINE, "a step", "", str(error)))
 
     def refused(self, error: ContractError) -> None:
-        self.violations.append(Violation("S0", RUNNER, "a step", error.tensor or "", str(error)))
+        self.violations.append(Violation("S0", ENGINE, "a step", error.tensor or "", str(error)))
 
 
 def mutate_traffic(
@@ -244,8 +243,8 @@ def mutate_traffic(
             first = violations[0].check if violations else ""
             named = dict.fromkeys(v.tensor for v in violations if v.check == first)
             name = fault.tensor(engine)
-            numbers = numbers_of(RUNNER, name, None, fault.name)
-            mutants.append(Mutant(RUNNER, name, fault.name, numbers, first, tuple(named)))
+            numbers = numbers_of(ENGINE, name, None, fault.name)
+            mutants.append(Mutant(ENGINE, name, fault.name, numbers, first, tuple(named)))
             seen(mutants[-1])
     return mutants
 

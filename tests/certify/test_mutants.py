@@ -12,13 +12,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slotzero.certify import mutants as mutants_module
-from slotzero.certify.bugs import BUGS, all_numbers
+from slotzero.certify.bugs import all_numbers
 from slotzero.certify.certify import certify, checksums
 from slotzero.certify.checks import CHECK_FUNCTIONS
 from slotzero.certify.faults import FAULTS
-from slotzero.certify.faults.device import KERNELS, LAYERS, RECORDINGS
+from slotzero.certify.faults.device import KERNELS, RECORDINGS
+from slotzero.certify.faults.layers import LAYERS
 from slotzero.certify.faults.ranks import RANKS
 from slotzero.certify.faults.recurrent import RECURRENT
+from slotzero.certify.known_bugs import BUGS
 from slotzero.certify.mutants import Mutant, mutate, padded_size, tensors_of
 from slotzero.certify.report import ORDER, Certificate
 from slotzero.certify.scenario import kind_of

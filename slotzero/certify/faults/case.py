@@ -193,6 +193,12 @@ class Case:
         return (2 * place).clamp(max=max(self.size - 1, 0))
 
     @cached_property
+    def last_owned(self) -> int | None:
+        """The last token of a row, in a tensor that holds the slot of each token."""
+        owned = self.plain.tensors[self.entry.name][: self.num_real].nonzero()
+        return int(owned[-1]) if len(owned) else None
+
+    @cached_property
     def exchanged_slots(self) -> tuple[int, int] | None:
         """Two slots whose rows in this table differ."""
         by_row = self.scenario.tables[self.entry.name].movedim(self.entry.axis, 0)

@@ -19,9 +19,7 @@ from slotzero.certify.reach import is_drafter
 from slotzero.certify.scenario import kind_of
 from slotzero.graph import GraphKey, Pieces, Runner, TensorKind
 from slotzero.graph.backend import StepFunction
-from slotzero.models.layer import LayerStep
 from slotzero.runners.passes import PLACES as PASS_PLACES
-from slotzero.speculative.assistant import AssistantDrafter
 from slotzero.speculative.passes import DRAFT, EXTEND
 from slotzero.speculative.passes import PLACES as VERIFY_PLACES
 
@@ -131,7 +129,8 @@ def _pad_below_zero(case: Case, now: Tensor, was: Tensor) -> None:
 
 
 def _join_padding(case: Case, now: Tensor, was: Tensor) -> None:
-    now[case.num_real :].copy_(now[case.num_real - 1])
+    assert case.last_owned is not None
+    now[case.num_real :].copy_(now[case.last_owned])
 
 
 def _keep_beyond_rows(case: Case, now: Tensor, was: Tensor) -> None:
@@ -200,7 +199,9 @@ RECORDINGS: tuple[Fault, ...] = (
     RecordedFault(
         "padded tokens join the last row",
         DERIVED,
-        lambda case: case.is_padded and case.entry.name in TOKEN_OWNERS,
+        lambda case: (
+            case.entry.name in TOKEN_OWNERS and case.is_padded and case.last_owned is not None
+        ),
         _join_padding,
     ),
     RecordedFault(
@@ -251,6 +252,10 @@ def replaced(
 
 def _write_row_0(case: Case, rows: Tensor) -> None:
     rows[0].add_(1)
+
+
+def _lose(case: Case, rows: Tensor) -> None:
+    rows.zero_()
 
 
 def _has_foreign(case: Case) -> bool:
@@ -339,7 +344,7 @@ KERNELS: tuple[Fault, ...] = (
         "content lost in a reload",
         (TensorKind.CONSTANT,),
         lambda case: bool(case.entry.tensor.any()),
-        lambda case, rows: rows.zero_(),
+        _lose,
     ),
     KernelFault(
         "two rows exchanged",
@@ -347,61 +352,4 @@ KERNELS: tuple[Fault, ...] = (
         lambda case: case.exchanged is not None,
         _exchange_rows,
     ),
-)
-
-
-@dataclass(frozen=True)
-class RoutedPadding(Fault):
-    """Experts treat padded rows as real ones."""
-
-    @contextmanager
-    def inject(self, case: Case) -> Iterator[None]:
-        function = case.runner.spec.function
-
-        def damaged(key: GraphKey, pieces: Pieces) -> None:
-            function(key, _Unpadded(pieces))
-
-        with replaced(case.runner, case.scenario.key, damaged):
-            yield
-
-
-class _Unpadded(Pieces):
-    """Gives layers a slot for every row; only experts read it there."""
-
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
-
-    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        step, *rest = arguments
-        assert isinstance(step, LayerStep) and step.moe is not None
-        moe = step.moe._replace(slots=step.moe.slots.clamp_min(1))
-        return self._pieces(function, step._replace(moe=moe), *rest)
-
-
-@dataclass(frozen=True)
-class AdvancedPosition(Fault):
-    """A drafter that reads the target's KV advances as if its drafts were stored there."""
-
-    @contextmanager
-    def inject(self, case: Case) -> Iterator[None]:
-        drafter, runner, key = case.engine.worker.drafter, case.runner, case.scenario.key
-        assert isinstance(drafter, AssistantDrafter)
-        right = drafter.stand
-        with (
-            swapped(drafter, "stand", lambda slots: right(slots) + 1),
-            recorded(runner, key, partial(runner.spec.function, key)),
-        ):
-            yield
-
-
-def _is_stood_in(case: Case) -> bool:
-    stands = isinstance(case.engine.worker.drafter, AssistantDrafter)
-    return stands and bool(case.entry.through) and kind_of(case.runner) == DRAFT
-
-
-LAYERS: tuple[Fault, ...] = (
-    RoutedPadding(
-        "expert routing that counts padded rows", OUTPUT, lambda case: case.entry.per == "step"
-    ),
-    AdvancedPosition("frozen-KV position advanced by one", TABLE, _is_stood_in),
 )

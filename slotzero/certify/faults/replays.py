@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from slotzero.certify.faults.case import Case, Fault, swapped, swapped_item
+from slotzero.certify.faults.case import Case, Fault, always, swapped, swapped_item
 from slotzero.certify.faults.device import DERIVED, OUTPUT, RecordedFault, recorded, replaced
 from slotzero.certify.scenario import GRAPH_MEMORY
 from slotzero.graph import GraphKey, Pieces, TensorKind
@@ -19,6 +20,10 @@ from slotzero.graph.arena import Arena
 from slotzero.graph.cpu import CpuBackend
 
 SCRATCH = 1024  # floats
+
+
+def _add_to_last(case: Case, now: Tensor, was: Tensor) -> None:
+    now.add_(was)
 
 
 def _is_baked(case: Case) -> bool:
@@ -184,10 +189,8 @@ REPLAYS: tuple[Fault, ...] = (
         (TensorKind.CONSTANT,),
         lambda case: _is_baked(case) and bool(_other_sizes(case)),
     ),
-    RecordedFault(
-        "not reset between replays", OUTPUT, lambda case: True, lambda case, now, was: now.add_(was)
-    ),
+    RecordedFault("not reset between replays", OUTPUT, always, _add_to_last),
     KeptMemory("contents of graph memory needed", (*DERIVED, *OUTPUT), _is_first_with_memory),
-    RegrownMemory("graph memory grown elsewhere", (*DERIVED, *OUTPUT), _is_first_with_memory),
+    RegrownMemory("graph memory no longer held", (*DERIVED, *OUTPUT), _is_first_with_memory),
     FewerRows("recording for fewer rows", (*DERIVED, *OUTPUT), _has_fewer_rows),
 )

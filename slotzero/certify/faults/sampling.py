@@ -15,7 +15,7 @@ from slotzero.certify.faults.case import Case, Fault, swapped
 from slotzero.certify.faults.device import OUTPUT, recorded
 from slotzero.runners.passes import SAMPLED
 from slotzero.sampling.tables import Sampled, SamplingTables
-from slotzero.speculative.passes import VERIFIED
+from slotzero.speculative.passes import VERIFIED_LOGPROBS
 
 Sampling = tuple[Tensor, SamplingTables]  # the slot of each row, and what it is sampled with
 
@@ -64,7 +64,9 @@ def _masks_by_row(case: Case, slots: Tensor, tables: SamplingTables) -> Sampling
 
 
 def _is_chosen(case: Case) -> bool:
-    return case.entry.name in (SAMPLED, VERIFIED) and case.scenario.num_rows > 1
+    """Return whether the tensor shows how rows were sampled. Where drafts are verified, a bias
+    decides the tokens, and their log probabilities show the rest."""
+    return case.entry.name in (SAMPLED, VERIFIED_LOGPROBS) and case.scenario.num_rows > 1
 
 
 def _masks_move(case: Case) -> bool:
@@ -72,7 +74,7 @@ def _masks_move(case: Case) -> bool:
     masks = case.scenario.tables["is_masked"]
     own = [bool(masks[slot]) for slot in case.plain.slots]
     by_row = [bool(masks[row]) for row in range(len(own))]
-    return _is_chosen(case) and own != by_row
+    return case.entry.name == SAMPLED and own != by_row
 
 
 SAMPLING: tuple[Fault, ...] = (
