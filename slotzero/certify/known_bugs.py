@@ -1,8 +1,8 @@
 """Real bugs of other engines, each as the same fault in the corresponding tensor of this engine.
 
 Numbers are issues or pull requests. A bug of one runner is injected into that runner; a bug that
-runners share, or whose runner does not exist here, into all. Bugs that have no place here are
-listed with the reason. docs/bugs.md is made of both.
+runners share, or whose runner does not exist here, into all. prevention.py says why they do not
+happen here by themselves, and docs/bugs.md is made of both.
 """
 
 from dataclasses import dataclass
@@ -297,8 +297,6 @@ BUGS = (
         "a step ran when only a part of the weights was back"),
     Bug("TRT-LLM 18436", "aliased into the pool", ("derived",),
         "two plans of attention, for all layers and for sliding ones, shared a workspace"),
-    Bug("SGLang 33517", "another group's location", ("kv_sliding",),
-        "virtual and physical page ids were mixed"),
     Bug("SGLang 24617", "another group's location", ("kv_sliding",),
         "a page table was not translated to that of the sliding window"),
     # The same months. Sampling, and copies that are not awaited.
@@ -317,44 +315,4 @@ BUGS = (
     Bug("vLLM 28706", "late host copy", ("slots", "counts"), "the same in another buffer"),
     Bug("vLLM 48085", "late host copy", ("page_table",),
         "pinned ids of blocks were reused before they had been copied"),
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Prevented:
-    """A real bug for which there is no mutant, because it has no place here."""
-
-    number: str
-    what: str
-    why: str
-
-
-PREVENTED = (
-    Prevented("SGLang 35848", "a planner refused padded rows without tokens",
-        "a row of zero tokens is what padding is: the proof at start-up replays only such rows"),
-    Prevented("SGLang 30834", "the output of the first capture served all, and was too small",
-        "outputs are allocated once, for the largest size, before anything is captured"),
-    Prevented("SGLang 24243", "slot 0, to which padding points, was given to a request",
-        "`SlotPool` starts at 1, and `Staging.stage` refuses writes to slot 0"),
-    Prevented("SGLang 28337", "a buffer was on the CPU, and the graph read it there",
-        "`Registry` refuses a tensor of another device by name"),
-    Prevented("vLLM 50874", "a buffer of routed experts was too small for the padded rows of all ranks",
-        "`Registry.publish` and `Staging.stage` refuse what does not fit, by name"),
-    Prevented("SGLang 38992", "a variant was missing in the key, and always ran eagerly",
-        "a step picks its key by the ladders from which sizes are captured, and a test compares "
-        "the two; eager steps are counted with their reason"),
-    Prevented("vLLM 47460", "a drafter's runner had no keys, and always ran eagerly",
-        "all runners are one class, and every eager step is counted with its reason"),
-    Prevented("vLLM 53407", "half of the batch sizes with drafts had no graph of their own",
-        "runners with drafts have the sizes of decode, in rows"),
-    Prevented("SGLang 34561", "a recurrent layer ran eagerly between two graphs",
-        "a step is one graph"),
-    Prevented("vLLM 52632", "an empty list stood for None on the way to the graph",
-        "what a graph needs from the host is published, with a pad value for what is missing"),
-    Prevented("vLLM 47029", "the -1 of a missing draft reached the embedding",
-        "a missing draft is a count, and tables hold token ids only"),
-    Prevented("TRT-LLM 8231", "no slot was left for padding",
-        "slot 0 belongs to padding alone"),
-    Prevented("TRT-LLM 16157", "requests made up for padding held pages that moved",
-        "padding is slot 0 and holds no page"),
 )  # fmt: skip
