@@ -1,7 +1,5 @@
 """Which injected faults are real bugs of other engines."""
 
-from collections.abc import Iterable
-
 from slotzero.certify.known_bugs import BUGS
 from slotzero.graph import TensorKind
 
@@ -15,8 +13,3 @@ def numbers_of(runner: str, culprit: str, kind: TensorKind | None, fault: str) -
         for bug in BUGS
         if bug.fault == fault and not names.isdisjoint(bug.where) and bug.runner in ("", runner)
     )
-
-
-def all_numbers(runners: Iterable[str]) -> set[str]:
-    """Return the numbers of all bugs that these runners (names without width) can have."""
-    return {bug.number for bug in BUGS if bug.runner in ("", *runners)}
