@@ -27,7 +27,7 @@ This page is made by `python docs/bugs.py` from the table that `slotzero certify
 library; in all of them a CUDA graph, or a step recorded otherwise, computed something that the same
 step without a graph would not have. For each, the same mistake is made here on purpose, in the
 tensor that corresponds to theirs, and a check must catch it and name that tensor.
-[sanitizer.md](sanitizer.md) says what the checks S0 to S10 do.
+[sanitizer.md](sanitizer.md) says what the checks S0 to S11 do.
 
 A bug is a number of an issue or pull request. Two reports of one mistake are two numbers. "Tried
 in" are the runners in which the fault was injected and named; a bug that has no counterpart in one

@@ -150,8 +150,15 @@ def _injected(case: Case, fault: Fault) -> Iterator[None]:
 def _matrix(cases: Iterable[Case], shows_in_setup: bool) -> Iterator[tuple[Case, Fault]]:
     for case in cases:
         for fault in FAULTS:
-            if fault.shows_in_setup == shows_in_setup and fault.applies(case):
+            if fault.shows_in_setup == shows_in_setup and _applies(case, fault):
                 yield case, fault
+
+
+def _applies(case: Case, fault: Fault) -> bool:
+    """Return whether the fault applies on every rank, since all inject it together."""
+    if case.entry.kind not in fault.kinds:
+        return False
+    return not case.engine.worker.ranks.any(not fault.applies(case))
 
 
 def _mutant(case: Case, fault: Fault, caught_by: str, named: Iterable[str]) -> Mutant:

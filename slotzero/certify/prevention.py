@@ -33,6 +33,7 @@ PREVENTION: Mapping[str, str] = {
         "what must last from step to step is in registered tensors; an intermediate is written "
         "before it is read"
     ),
+    "copy not awaited": "a host buffer is used again, and a result read, after its copy's event",
     "counted in rows instead of tokens": (
         "a tensor declares whether it has an entry per row or per token"
     ),
@@ -55,6 +56,7 @@ PREVENTION: Mapping[str, str] = {
         "a step function knows its size and no values; reading one from the device is refused "
         "at capture"
     ),
+    "inputs copied out of order": "inputs are copied on the stream of the steps",
     "kernel reads another slot": "kernels find rows and pages by the published slots",
     "kernel reads past its length": "kernels read up to the length in the slot's row",
     "kernel writes another slot": "kernels find rows and pages by the published slots",
@@ -71,6 +73,7 @@ PREVENTION: Mapping[str, str] = {
     "packed instead of uniform stride": (
         "the capture, the replay and the eager step run the same function, so they have one layout"
     ),
+    "one event for all steps": "each buffer of a ring has an event of its own",
     "pad off by one": "publishing writes the pad value to the end of the buffer",
     "pad to bucket only": "publishing writes the pad value to the end of the buffer",
     "padded row below zero": "a padded row has the length of slot 0, which is 0, and adds 0 to it",
@@ -85,6 +88,7 @@ PREVENTION: Mapping[str, str] = {
     "recording for fewer rows": (
         "the key holds tokens and rows, and is picked once for planning and running"
     ),
+    "ring of one buffer": "a ring has four buffers, and refuses results that are older",
     "rows of two requests exchanged": "a request keeps its slot, and rows are never moved",
     "rows one column too narrow": (
         "tables are as wide as the longest context, and are captured with their strides"
