@@ -10,13 +10,15 @@ from torch import Tensor
 from slotzero.certify.checksum import checksum
 from slotzero.certify.compare import Mismatch, differences, first_difference, padding_of
 from slotzero.certify.operator_trace import (
+    Finding,
     OperatorTrace,
     first_divergence,
     span_of,
     stray_addresses,
 )
+from slotzero.certify.padding import PADDED_ROWS
 from slotzero.certify.report import Violation
-from slotzero.certify.scenario import Outcome, Trial, others_of, owned_rows
+from slotzero.certify.scenario import GRAPH_MEMORY, Outcome, Trial, others_of, owned_rows
 from slotzero.graph import GraphKey, Registry, TensorKind
 from slotzero.graph.backend import TraceLine
 from slotzero.graph.registry import Entry
@@ -49,8 +51,9 @@ class Examination:
         return self.trial.replay()
 
     def s0(self) -> Iterator[Violation]:
-        """Check published tensors, constants and downloads. The checks that every replay makes
-        raise by themselves."""
+        """Check the size, published tensors, constants and downloads. The checks that every replay
+        makes raise by themselves."""
+        yield from self._picked()
         _ = self.plain
         yield from self._not_given()
         yield from self._arrivals()
@@ -59,6 +62,16 @@ class Examination:
         for name, mismatch in self._leaks(self.trial.poisonable()):
             found = f"poisoned, it changed {mismatch.tensor!r}: {mismatch}"
             yield self._violation("S1", name, found, mismatch.row)
+        yield from self._padding_between_layers()
+
+    def _padding_between_layers(self) -> Iterator[Violation]:
+        """Check that padding in what layers return reaches nothing: kernels may skip it, and leave
+        there what was in memory."""
+        over, expected = self.trial.eager_over_garbage(), self.trial.eager()
+        mismatch = next(differences(self.trial.runner, over, expected), None)
+        if mismatch is not None:
+            found = f"filled with NaN between layers, it changed {mismatch.tensor!r}: {mismatch}"
+            yield self._violation("S1", PADDED_ROWS, found, mismatch.row)
 
     def s2(self) -> Iterator[Violation]:
         eager = self.trial.eager()
@@ -74,6 +87,8 @@ class Examination:
         rows = range(trial.scenario.num_rows)
         after = trial.replay_after_larger_step()
         yield from self._differ("S3", after, self.plain, 0.0, "history: after a larger step")
+        moved = trial.replay_in_other_slots()
+        yield from self._differ("S3", moved, self.plain, 0.0, "slots: numbered backwards")
         if len(rows) > 1:
             turned = trial.replay(rows=rows[::-1])
             why = "order: rows reversed"
@@ -142,7 +157,8 @@ class Examination:
 
     def s5(self) -> Iterator[Violation]:
         trial, runner = self.trial, self.trial.runner
-        steps = (range(trial.scenario.num_rows), range(0, trial.scenario.num_rows, 2))
+        rows = range(trial.scenario.num_rows)
+        steps = (rows[:0], rows, rows[::2])  # a size is recorded over an empty step
         traces, written = [], []
         for rows in steps:
             trace, key = OperatorTrace(self.registry), self._set(rows)
@@ -151,12 +167,26 @@ class Examination:
             written.append(self._transcript(self._set(rows)))
         findings = [
             *traces[0].findings,
-            *first_divergence(*(trace.lines for trace in traces)),
-            *first_divergence(*written),
+            *self._divergences([trace.lines for trace in traces]),
+            *self._divergences(written),
             *stray_addresses(written[0], self.registry, runner.backend.memory()),
+            *self._lost_memory(),
         ]
         for tensor, found in dict.fromkeys(findings):
             yield self._violation("S5", tensor, found, None)
+
+    def _divergences(self, traces: Sequence[Sequence[TraceLine]]) -> Iterator[Finding]:
+        first, *others = traces
+        for other in others:
+            yield from first_divergence(first, other)
+
+    def _lost_memory(self) -> Iterator[Finding]:
+        """Yield what the recording uses of memory that is neither registered nor held for it."""
+        used = self.trial.runner.addresses(self.trial.scenario.key)
+        line = TraceLine("the recording", tuple(sorted(used)))
+        memory = self.trial.runner.backend.memory()
+        for _, found in [*stray_addresses([line], self.registry, memory)][:1]:
+            yield GRAPH_MEMORY, found
 
     def _transcript(self, key: GraphKey) -> list[TraceLine]:
         """Return what is recorded; nothing for a size that could not be, and runs eagerly."""
@@ -187,6 +217,16 @@ class Examination:
             key=lambda e: (e.kind is TensorKind.TABLE, e.tensor.nbytes),
         )
         return one.name, other.name
+
+    def _picked(self) -> Iterator[Violation]:
+        """Yield the size if this rank picks another one for the step: then ranks replay different
+        recordings."""
+        trial, key = self.trial, self.trial.scenario.key
+        rows = range(trial.scenario.num_rows)
+        num_tokens = trial.num_tokens(trial.scenario.published, rows)
+        picked = trial.runner.pick(num_tokens, len(rows))
+        if picked != key:
+            yield self._violation("S0", "", f"this rank picks {picked} for its step", None)
 
     def _not_given(self) -> Iterator[Violation]:
         """Yield published tensors that do not hold the published values and padding up to the end

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from slotzero.certify.faults.case import swapped
-from slotzero.certify.report import Violation
+from slotzero.certify.report import ENGINE, Violation
 from slotzero.engine.engine import Engine
 from slotzero.engine.request_handle import RequestHandle
 from slotzero.executor.results import RowLogprobs
@@ -28,7 +28,7 @@ NUM_REQUESTS = 6
 ANSWER_LEN = 12
 NUM_LETTERS = 3  # of a request whose tokens repeat
 PREEMPTION_STEPS = 4  # between two preemptions
-ENGINE, REQUESTS, COMPANY = "engine", "requests", "S10"
+REQUESTS, COMPANY = "requests", "S10"
 
 
 class Guest(NamedTuple):

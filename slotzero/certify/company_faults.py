@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slotzero.certify.company import ENGINE, in_company
+from slotzero.certify.company import in_company
 from slotzero.certify.faults.case import swapped
 from slotzero.certify.mutants import Mutant
+from slotzero.certify.report import ENGINE
 from slotzero.engine.engine import Engine
 from slotzero.errors import ContractError
 from slotzero.graph import GraphKey, Runner

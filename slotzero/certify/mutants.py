@@ -38,7 +38,7 @@ class Mutant:
     caught_by: str
     """The first check that failed; empty if none did."""
     named: tuple[str, ...]
-    """All tensors that this check named."""
+    """All tensors that this check named, or the size where it named no tensor."""
 
     @property
     def caught(self) -> bool:
@@ -150,14 +150,21 @@ def _injected(case: Case, fault: Fault) -> Iterator[None]:
 def _matrix(cases: Iterable[Case], shows_in_setup: bool) -> Iterator[tuple[Case, Fault]]:
     for case in cases:
         for fault in FAULTS:
-            if fault.shows_in_setup == shows_in_setup and fault.applies(case):
+            if fault.shows_in_setup == shows_in_setup and _applies(case, fault):
                 yield case, fault
 
 
+def _applies(case: Case, fault: Fault) -> bool:
+    """Return whether the fault applies on every rank, since all inject it together."""
+    if case.entry.kind not in fault.kinds:
+        return False
+    return not case.engine.worker.ranks.any(not fault.applies(case))
+
+
 def _mutant(case: Case, fault: Fault, caught_by: str, named: Iterable[str]) -> Mutant:
-    runner, entry = case.runner, case.entry
-    numbers = numbers_of(kind_of(runner), entry, fault.name)
-    return Mutant(runner.spec.name, entry.name, fault.name, numbers, caught_by, tuple(named))
+    runner, culprit = case.runner, fault.culprit(case)
+    numbers = numbers_of(kind_of(runner), culprit, case.entry.kind, fault.name)
+    return Mutant(runner.spec.name, culprit, fault.name, numbers, caught_by, tuple(named))
 
 
 def _first_failure(
@@ -168,7 +175,7 @@ def _first_failure(
     try:
         for cell in examine(examination, checks):
             if ranks.any(bool(cell.violations)):
-                return cell.check, list(dict.fromkeys(v.tensor for v in cell.violations))
+                return cell.check, list(dict.fromkeys(v.tensor or v.size for v in cell.violations))
     except SlotzeroError as error:
         return "S0", _named_by(error)
     return "", []

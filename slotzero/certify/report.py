@@ -13,12 +13,15 @@ RULES = {
     "S6": "registered tensors and graph memory do not overlap",
 }
 CHECKS = tuple(RULES)
+ENGINE = "engine"
+"""The runner of violations and faults that are in no single runner."""
 LIVE_RULES = {
     "S8": "an answer equals the one recomputed from its tokens without cache, drafts or neighbours",
     "S9": "every slot and page has exactly the owners that the engine counts",
     "S10": "a request has the same tokens and log probabilities alone and in any company",
+    "S11": "what is copied belongs to its step, however late the device is",
 }
-"""Rules of the checks that need live traffic. S7 is whether faults are caught, see mutants.py."""
+"""Rules of the checks that belong to no size. S7 is whether faults are caught, see mutants.py."""
 ORDER = ("S6", "S0", "S2", "S4", "S1", "S3", "S5")
 """Order in which violations are reported: first the checks that need no replay, then a check that
 names an input before those that see its effects. A wrong position, for example, changes the KV
@@ -71,6 +74,8 @@ class Certificate:
     """Number of sizes of all runners, checked or not."""
     company: Cell | None = None
     """The result of S10, which belongs to no size; None: it was not run."""
+    copies: Cell | None = None
+    """The result of S11, which belongs to no size; None: it was not run."""
 
     @property
     def passed(self) -> bool:
@@ -80,7 +85,7 @@ class Certificate:
     def violations(self) -> Iterator[Violation]:
         sizes = self.sizes
         cells = sorted(self.cells, key=lambda c: (sizes.index(c.size), ORDER.index(c.check)))
-        cells += [] if self.company is None else [self.company]
+        cells += [cell for cell in (self.company, self.copies) if cell is not None]
         return (violation for cell in cells for violation in cell.violations)
 
     @property
@@ -110,9 +115,12 @@ class Certificate:
             "seconds": round(self.seconds, 3),
             "left_out": {**self.uncertified, **{f"{cell.size} {cell.check}": cell.left_out
                                                 for cell in self.cells if cell.left_out}},
-            "requests alone and in company": None
-            if self.company is None
-            else not self.company.violations,
+            "requests alone and in company": _outcome(self.company),
+            "copies with a late device": _outcome(self.copies),
             "failures": [asdict(violation) | {"rule": violation.rule}
                          for violation in self.violations],
         }  # fmt: skip
+
+
+def _outcome(cell: Cell | None) -> bool | None:
+    return None if cell is None else not cell.violations

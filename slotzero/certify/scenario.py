@@ -5,18 +5,23 @@ models.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from slotzero.certify.padding import PaddingPieces, fill_with_garbage
 from slotzero.graph import GraphKey, Registry, Runner, TensorKind
+from slotzero.graph.backend import PlainPieces
 from slotzero.graph.registry import Entry
 
 FLOAT8_NAN = 0xFF
 MUTABLE = (TensorKind.TABLE, TensorKind.PUBLISHED, TensorKind.DERIVED, TensorKind.OUTPUT)
 WRITTEN = (TensorKind.DERIVED, TensorKind.OUTPUT)
+GRAPH_MEMORY = "graph memory"
+"""Name of what recordings share for their intermediates, where it can be overwritten."""
+POISON_BYTE = 0xFF  # NaN as a number of any width, and -1 as an index
 Rows = Sequence[int]
 
 
@@ -62,6 +67,7 @@ class Trial:
         self.registry = runner.registry
         self._slots_name = runner.spec.published[0]
         self._entries = [e for e in runner.entries() if e.kind in MUTABLE]
+        self._saved: list[tuple[Tensor, Tensor]] = []  # overwritten graph memory, as it was
 
     def replay(self, *, rows: Rows | None = None, key: GraphKey | None = None,
                poison: Iterable[str] = ()) -> Outcome:  # fmt: skip
@@ -72,6 +78,16 @@ class Trial:
     def eager(self, *, rows: Rows | None = None, key: GraphKey | None = None,
               poison: Iterable[str] = ()) -> Outcome:  # fmt: skip
         return self.run(lambda k, _: self.runner.eager(k), rows, key or self.scenario.key, poison)
+
+    def eager_over_garbage(self) -> Outcome:
+        """Run eagerly with padding that no kernel has written: NaN in what every layer returns."""
+        num_rows, function = self.scenario.num_rows, self.runner.spec.function
+
+        def run(key: GraphKey, num_tokens: int) -> None:
+            pieces = PaddingPieces(PlainPieces(), key, num_rows, num_tokens, fill_with_garbage)
+            function(key, pieces)
+
+        return self.run(run, None, self.scenario.key)
 
     def replay_after_larger_step(self) -> Outcome:
         """Replay with the scenario's tables, and everything else as a larger step left it."""
@@ -87,6 +103,27 @@ class Trial:
         for name, tensor in self.scenario.tables.items():
             self.registry[name].copy_(tensor)
         return self._finish(lambda k, n: self.runner.run(k, n), None, self.scenario.key)
+
+    def replay_in_other_slots(self) -> Outcome:
+        """Replay the same rows with the slots numbered backwards, and return tables and outputs as
+        if each request were still in its own."""
+        scenario = self.scenario
+        by_slot = [e for e in self._entries if e.kind is TensorKind.TABLE and not e.through]
+        last = by_slot[0].tensor.shape[by_slot[0].axis] - 1
+        self._load(())
+        for entry in by_slot:
+            entry.tensor.copy_(_backwards(entry, scenario.tables[entry.name]))
+        slots = [last + 1 - slot for slot in scenario.published[self._slots_name]]
+        rows = range(scenario.num_rows)
+        self._publish({**scenario.published, self._slots_name: slots}, rows)
+        self.runner.run(scenario.key, self.num_tokens(scenario.published, rows))
+        made = self._outcome(rows, scenario.key)
+        tensors = {
+            e.name: _backwards(e, made.tensors[e.name]) if e in by_slot else made.tensors[e.name]
+            for e in self._entries
+            if e.kind in (TensorKind.TABLE, TensorKind.OUTPUT)
+        }
+        return replace(made, tensors=tensors)
 
     @property
     def unpadded_key(self) -> GraphKey:
@@ -110,7 +147,8 @@ class Trial:
         those that other runners write."""
         kinds = (TensorKind.PUBLISHED, TensorKind.DERIVED, TensorKind.TABLE, TensorKind.OUTPUT)
         entries = [*self._entries, *others_of(self.runner)]
-        return [e.name for kind in kinds for e in entries if e.kind is kind]
+        names = [e.name for kind in kinds for e in entries if e.kind is kind]
+        return [*names, GRAPH_MEMORY] if self.runner.backend.blocks() else names
 
     def run(
         self,
@@ -129,6 +167,9 @@ class Trial:
         rows = range(self.scenario.num_rows) if rows is None else rows
         self._publish(self.scenario.published, rows)
         how(key, self.num_tokens(self.scenario.published, rows))
+        return self._outcome(rows, key)
+
+    def _outcome(self, rows: Rows, key: GraphKey) -> Outcome:
         slots = tuple(self.scenario.published[self._slots_name][row] for row in rows)
         is_ragged = self.runner.spec.rows is not None
         counts = tuple(self.counts(self.scenario.published, rows)) if is_ragged else None
@@ -137,18 +178,30 @@ class Trial:
 
     def _load(self, poison: Iterable[str]) -> None:
         self.registry.distrust_published()
+        for block, was in self._saved:
+            block.copy_(was)
+        self._saved.clear()
         for entry in self._entries:
             if entry.kind is TensorKind.TABLE:
                 entry.tensor.copy_(self.scenario.tables[entry.name])
             else:
                 entry.tensor.zero_()
         for name in poison:
-            self._poison(self.registry.entry(name))
+            if name == GRAPH_MEMORY:
+                self._poison_graph_memory()
+            else:
+                self._poison(self.registry.entry(name))
 
     def _publish(self, published: Mapping[str, Sequence[int]], rows: Iterable[int]) -> None:
         self.registry.begin_step()
         for name in self.runner.spec.published:
             self.registry.publish(name, [published[name][row] for row in rows])
+
+    def _poison_graph_memory(self) -> None:
+        """Overwrite it until the next trial: what the replays before left there may not matter."""
+        for block in self.runner.backend.blocks():
+            self._saved.append((block, block.clone()))
+            block.fill_(POISON_BYTE)
 
     def _poison(self, entry: Entry) -> None:
         poison = poison_of(entry, self.scenario.idle_slot)
@@ -163,6 +216,12 @@ class Trial:
         for masks in (self.scenario.unused, self.scenario.fresh):
             if entry.name in masks:
                 by_row.masked_fill_(masks[entry.name], poison)
+
+
+def _backwards(entry: Entry, table: Tensor) -> Tensor:
+    """Return a table by slot with its rows in reverse, except for row 0."""
+    by_row = table.movedim(entry.axis, 0)
+    return torch.cat([by_row[:1], by_row[1:].flip(0)]).movedim(0, entry.axis)
 
 
 def poison_of(entry: Entry, index: int) -> float:

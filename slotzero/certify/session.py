@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from slotzero.certify.certify import all_sizes, certify, few_checks, few_sizes, left_out
-from slotzero.certify.company import COMPANY, ENGINE, REQUESTS, in_company
+from slotzero.certify.company import COMPANY, REQUESTS, in_company
 from slotzero.certify.company_faults import mutate_company
+from slotzero.certify.late_device import COPIES, LATE_COPIES, late_copies
+from slotzero.certify.late_faults import mutate_copies
 from slotzero.certify.mutants import Mutant, mutate
-from slotzero.certify.report import CHECKS, Cell, Certificate
+from slotzero.certify.report import CHECKS, ENGINE, Cell, Certificate, Violation
 from slotzero.certify.scenarios import bounds_of, scenario_for
 from slotzero.certify.traffic import mutate_traffic
 from slotzero.config import EngineConfig
@@ -40,7 +42,7 @@ class CertifySession:
 
     @property
     def num_cells(self) -> int:
-        return len(self.plan) * len(CHECKS) + self._has_company
+        return len(self.plan) * len(CHECKS) + 1 + self._has_company
 
     def certify(self, seen: Callable[[Cell], None] = lambda cell: None) -> Certificate:
         engine = self._engine
@@ -52,14 +54,21 @@ class CertifySession:
             seen,
             skipped=few_checks(self.plan) if self._is_quick else {},
         )
+        certificate.copies = self._whole(COPIES, LATE_COPIES, late_copies(engine.worker), seen)
         if self._has_company:
-            start = time.perf_counter()
-            violations = tuple(in_company(engine))
-            seconds = time.perf_counter() - start
-            certificate.company = Cell(ENGINE, REQUESTS, COMPANY, seconds, violations)
-            certificate.seconds += seconds
-            seen(certificate.company)
+            certificate.company = self._whole(REQUESTS, COMPANY, in_company(engine), seen)
         return certificate
+
+    def _whole(
+        self, what: str, check: str, found: Iterable[Violation], seen: Callable[[Cell], None]
+    ) -> Cell:
+        """Run a check that belongs to no size."""
+        start = time.perf_counter()
+        violations = tuple(found)
+        cell = Cell(ENGINE, what, check, time.perf_counter() - start, violations)
+        self.certificate.seconds += cell.seconds
+        seen(cell)
+        return cell
 
     def mutate(self, seen: Callable[[Mutant], None] = lambda mutant: None) -> list[Mutant]:
         """Try all mutants. Returns none if a check failed before on any rank: a fault would then
@@ -67,7 +76,9 @@ class CertifySession:
         engine = self._engine
         if engine.worker.ranks.any(not self.certificate.passed):
             return []
-        mutants = [*mutate(engine, seen), *mutate_traffic(engine, seen)]
+        mutants = [
+            *mutate(engine, seen), *mutate_copies(engine, seen), *mutate_traffic(engine, seen)
+        ]  # fmt: skip
         return [*mutants, *mutate_company(engine, seen)] if self._has_company else mutants
 
 

@@ -380,9 +380,13 @@ class SyntheticRequestBuilder:
             self._tables.stage(PARENTS, request.slot, parents, first=1)
 
     def _constrain(self, slot: int) -> None:
-        """Mask logits like a grammar that allows every other token."""
+        """Mask logits like a grammar: one that allows every fourth token and is another in other
+        slots, or where drafts must stay right, every other token."""
+        allowed = 0x11111111 << slot % 3
+        if self._runner.spec.width > 1:
+            allowed = 0x55555555
         self._tables.stage("is_masked", slot, [1])
-        self._tables.stage("allowed", slot, [0x55555555] * self._tables["allowed"].shape[1])
+        self._tables.stage("allowed", slot, [allowed] * self._tables["allowed"].shape[1])
 
     def _params(self, **more: Any) -> SamplingParams:
         sampling = _SAMPLING[len(self._dummies.requests) % len(_SAMPLING)]

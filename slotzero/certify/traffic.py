@@ -1,8 +1,9 @@
-"""S7 for live traffic: faults that show only in an answer, and whether S8 names them.
+"""S7 for live traffic: faults of the engine rather than of a tensor, and whether S8 or S0 names
+them.
 
-Replayed and eager steps contain such a fault equally, and every step is consistent by itself, so S0
-to S6 find nothing. A few requests are served without the fault and with it. A fault that changed no
-answer is not counted. This works on one rank only, like the live sanitizer.
+Most show only in an answer: replayed and eager steps contain them equally, and every step is
+consistent by itself. A few requests are served without the fault and with it. A fault that changed
+no answer is not counted. This works on one rank only, like the live sanitizer.
 """
 
 import random
@@ -16,22 +17,23 @@ from typing import NamedTuple
 import torch
 
 from slotzero.certify.answers import AnswerCheck
+from slotzero.certify.bugs import numbers_of
 from slotzero.certify.faults.case import swapped
 from slotzero.certify.faults.device import replaced
 from slotzero.certify.mutants import Mutant
-from slotzero.certify.report import Violation
+from slotzero.certify.report import ENGINE, Violation
 from slotzero.engine.engine import Engine
 from slotzero.errors import ContractError, PoolError
-from slotzero.graph import GraphKey, Pieces
+from slotzero.graph import GraphKey, Pieces, Runner
 from slotzero.request import Request
-from slotzero.runners.passes import SLOTS
+from slotzero.runners.passes import COUNTS, SLOTS
 from slotzero.sampling.params import SamplingParams
 from slotzero.speculative.passes import NUM_CONFIRMED, VERIFIED, VERIFY_LEN
 from slotzero.speculative.widths import FixedWidth
+from slotzero.step import Step
 
 LETTERS = (3, 5, 6, 7)  # token ids that every vocabulary has
 ANSWER_LEN = 24
-RUNNER = "engine"
 
 
 class TrafficRequest(NamedTuple):
@@ -160,6 +162,32 @@ class ShortKey(TrafficFault):
                 cache.clear()
 
 
+@dataclass(frozen=True)
+class PromptInDecode(TrafficFault):
+    """The graph is chosen by the number of rows alone, so a prompt is replayed as decode."""
+
+    def applies(self, engine: Engine) -> bool:
+        return _fits(engine, self)
+
+    def tensor(self, engine: Engine) -> str:
+        return COUNTS
+
+    def requests(self, engine: Engine) -> list[TrafficRequest]:
+        return [TrafficRequest([*LETTERS], _params(temperature=0.0, speculative=False))]
+
+    @contextmanager
+    def inject(self, engine: Engine) -> Iterator[None]:
+        worker = engine.worker
+
+        def dispatch(step: Step) -> list[tuple[Runner, GraphKey]]:
+            key = worker.decode.pick(step.num_rows, step.num_rows)
+            assert isinstance(key, GraphKey), key
+            return [(worker.decode, key)]
+
+        with swapped(worker, "_dispatch", dispatch):
+            yield
+
+
 def _params(**more: object) -> SamplingParams:
     fields: dict[str, object] = {"max_tokens": ANSWER_LEN, "ignore_eos": True, **more}
     return SamplingParams(**fields)  # type: ignore[arg-type]
@@ -174,6 +202,7 @@ def _fits(engine: Engine, fault: TrafficFault) -> bool:
 TRAFFIC_FAULTS: tuple[TrafficFault, ...] = (
     WrongDraft("wrong draft accepted"),
     ShortKey("prefix-cache key of half a page"),
+    PromptInDecode("prompt row in the decode graph"),
 )
 
 
@@ -189,7 +218,10 @@ class _Watch:
         try:
             self._engine.check()
         except PoolError as error:
-            self.violations.append(Violation("S9", RUNNER, "a step", "", str(error)))
+            self.violations.append(Violation("S9", ENGINE, "a step", "", str(error)))
+
+    def refused(self, error: ContractError) -> None:
+        self.violations.append(Violation("S0", ENGINE, "a step", error.tensor or "", str(error)))
 
 
 def mutate_traffic(
@@ -211,7 +243,8 @@ def mutate_traffic(
             first = violations[0].check if violations else ""
             named = dict.fromkeys(v.tensor for v in violations if v.check == first)
             name = fault.tensor(engine)
-            mutants.append(Mutant(RUNNER, name, fault.name, (), first, tuple(named)))
+            numbers = numbers_of(ENGINE, name, None, fault.name)
+            mutants.append(Mutant(ENGINE, name, fault.name, numbers, first, tuple(named)))
             seen(mutants[-1])
     return mutants
 
@@ -230,7 +263,10 @@ def _serve(engine: Engine, fault: TrafficFault) -> tuple[list[list[int]], list[V
             stack.enter_context(swapped(runner, "observer", None))
         for i, request in enumerate(fault.requests(engine)):
             answers.append(engine.add(f"{fault.name} {i}", *request))
-            while engine.has_work:
-                engine.step()
+            try:
+                while engine.has_work:
+                    engine.step()
+            except ContractError as error:  # S0 stopped the step; its requests have ended
+                watch.refused(error)
     cache.clear()
     return [answer.token_ids for answer in answers], watch.violations

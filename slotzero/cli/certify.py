@@ -166,6 +166,9 @@ def _print_certificate(certificate: "Certificate") -> None:
                  for c in cells]  # fmt: skip
         lines.append((size, *words, f"{sum(c.seconds for c in cells if c):.2f}"))
     _print_table(f"{certificate.model} on {certificate.backend}", ("size", *CHECKS, "s"), lines)
+    if certificate.copies is not None:
+        outcome = "FAIL" if certificate.copies.violations else "ok"
+        print(f"S11, copies with a late device: {outcome} ({certificate.copies.seconds:.2f} s)")
     company = certificate.company
     if company is not None:
         outcome = "FAIL" if company.violations else "ok"

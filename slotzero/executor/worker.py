@@ -192,6 +192,8 @@ class Worker:
 
     def _launch(self, orders: Orders, launches: Sequence[tuple[Runner, GraphKey]]) -> None:
         for runner, key in launches:
+            if runner is self.decode:
+                _refuse_prompts(key, orders)
             with _explained(f"recording {key}"):
                 runner.prepare(key)
         self.tables.put(orders.writes)
@@ -295,6 +297,17 @@ def _picked(runners: Sequence[Runner], step: Step) -> tuple[Runner, GraphKey]:
             return runner, key
         reasons.append(key.reason)
     raise CapacityError(f"no capture size fits a planned step: {'; '.join(reasons)}")
+
+
+def _refuse_prompts(key: GraphKey, orders: Orders) -> None:
+    """Raise if a row has more tokens than the one that a decode graph computes for each row."""
+    if sum(orders.counts) != len(orders.slots):
+        row = next(i for i, count in enumerate(orders.counts) if count != 1)
+        raise ContractError(
+            f"key {key} was dispatched with {orders.counts[row]} tokens in row {row}: it computes "
+            "one token of each row",
+            tensor=COUNTS,
+        )
 
 
 def _described(name: str, tensor: torch.Tensor) -> SentTensor:

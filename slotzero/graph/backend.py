@@ -41,6 +41,10 @@ class Recording(ABC):
     @abstractmethod
     def replay(self) -> None: ...
 
+    def addresses(self) -> set[int]:
+        """Return the memory that a replay uses, where the backend knows it."""
+        return set()
+
 
 class Backend(ABC):
     name: str
@@ -55,6 +59,10 @@ class Backend(ABC):
 
     def memory(self) -> list[tuple[int, int]]:
         """Return the memory of recordings besides registered tensors, as [start, end) addresses."""
+        return []
+
+    def blocks(self) -> list[torch.Tensor]:
+        """Return the same memory as tensors, where the host can overwrite it between replays."""
         return []
 
 

@@ -20,10 +20,14 @@ class CpuRecording(Recording):
     def __init__(self, calls: Sequence[OperatorCall], num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._calls = [(_bound(call), call.args) for call in calls]
+        self._tensors = [tensor for call in calls for tensor in call.tensors()]
 
     def replay(self) -> None:
         for operator, args in self._calls:
             operator(*args)
+
+    def addresses(self) -> set[int]:
+        return {tensor.data_ptr() for tensor in self._tensors if tensor.numel()}
 
 
 class CpuBackend(Backend):
@@ -43,6 +47,9 @@ class CpuBackend(Backend):
 
     def memory(self) -> list[tuple[int, int]]:
         return [(b.data_ptr(), b.data_ptr() + b.nbytes) for b in self._arena.blocks]
+
+    def blocks(self) -> list[Tensor]:
+        return self._arena.blocks
 
 
 def _recorded(function: StepFunction) -> OperatorRecorder:

@@ -210,6 +210,10 @@ class Runner:
         self.registry.check_stamps(self.spec.published)
         self.registry.check_fingerprints(self._fingerprints[key])
 
+    def addresses(self, key: GraphKey) -> set[int]:
+        """Return the memory that a replay of this size uses, where the backend knows it."""
+        return self._recordings[key].addresses()
+
     def replay(self, key: GraphKey) -> None:
         """Replay without checks and counts, over whatever the registered tensors hold."""
         self._recordings[key].replay()

@@ -3,10 +3,13 @@
 A host buffer is reused only when the copy that read it has finished, so no step can see the values
 of a later one. The device never waits between two steps: a vector that did not change is not
 uploaded again, and results leave on a separate stream. On the CPU the same code copies immediately.
+Rings see a device through `Copies`, so that a check can put one in its place that is late.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -24,15 +27,76 @@ class Arriving(Protocol):
     def wait(self) -> list[Tensor]: ...
 
 
+class Event(Protocol):
+    """A place in the work of a device."""
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+
+class Copies(ABC):
+    """The copies of a device that returns before they are done."""
+
+    @abstractmethod
+    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy after the work so far, and before later work."""
+
+    @abstractmethod
+    def mark(self) -> Event:
+        """Return the place after the work so far."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Let later work begin after this place."""
+
+    @abstractmethod
+    def send(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Event:
+        """Copy after the work so far, beside later work; return the place after the copy."""
+
+
+class CudaCopies(Copies):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        _copy(sources, targets)
+
+    def mark(self) -> Event:
+        event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()  # type: ignore[attr-defined]
+        return event
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def send(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Event:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            _copy(sources, targets)
+            return self.mark()
+
+
+def copies_of(tensor: Tensor) -> Copies | None:
+    """Return the copies of the tensor's device; None: they are done when the call returns."""
+    return CudaCopies(tensor.device) if tensor.is_cuda else None
+
+
 class UploadRing:
     """Uploads a vector, padded to its full length, into one device tensor."""
 
-    def __init__(self, target: Tensor) -> None:
+    def __init__(self, target: Tensor, copies: Copies | None = None) -> None:
+        """`copies`: by default those of the target's device."""
         self._target = target
-        self._pinned = target.is_cuda
+        self._copies = copies or copies_of(target)
         self._buffers = [_host_like(target) for _ in range(DEPTH)]
         self._views = [buffer.numpy() for buffer in self._buffers]
-        self._events: list[torch.cuda.Event | None] = [None] * DEPTH
+        self._events: list[Event | None] = [None] * DEPTH
         self._next = 0
         self.uploaded: list[int] = []
         self._is_there = False
@@ -54,8 +118,11 @@ class UploadRing:
         view = self._views[i]
         view[: len(values)] = values
         view[len(values) :] = pad
-        self._target.copy_(self._buffers[i], non_blocking=self._pinned)
-        self._events[i] = _recorded_event() if self._pinned else None
+        if self._copies is None:
+            self._target.copy_(self._buffers[i])
+        else:
+            self._copies.copy([self._buffers[i]], [self._target])
+            self._events[i] = self._copies.mark()
 
 
 class DownloadRing:
@@ -64,17 +131,22 @@ class DownloadRing:
     On a GPU they are copied aside on the device first, so that the next step may overwrite them.
     """
 
-    def __init__(self, sources: Sequence[Tensor], deadline: float | None = None) -> None:
-        """`deadline`: seconds within which results must arrive, if another rank may delay them."""
+    def __init__(
+        self,
+        sources: Sequence[Tensor],
+        deadline: float | None = None,
+        copies: Copies | None = None,
+    ) -> None:
+        """`deadline`: seconds within which results must arrive, if another rank may delay them.
+        `copies`: by default those of the sources' device."""
         self._sources = sources
         self.deadline = deadline
         self._buffers = [[_host_like(source) for source in sources] for _ in range(DEPTH)]
         self._count = 0
-        self._is_cuda = sources[0].is_cuda
-        if self._is_cuda:
-            self._stream = torch.cuda.Stream(sources[0].device)  # type: ignore[no-untyped-call]
+        self._copies = copies or copies_of(sources[0])
+        if self._copies is not None:
             self._aside = [[torch.empty_like(s) for s in sources] for _ in range(DEPTH)]
-            self._events: list[torch.cuda.Event | None] = [None] * DEPTH
+            self._events: list[Event | None] = [None] * DEPTH
 
     def download(self, lengths: Sequence[int]) -> "Download":
         """Download the first lengths[i] entries of source i."""
@@ -83,28 +155,15 @@ class DownloadRing:
         views = _first(lengths, self._buffers[i])
         sources = _first(lengths, self._sources)
         event = None
-        if self._is_cuda:
-            aside = _first(lengths, self._aside[i])
-            event = self._events[i] = self._send(sources, aside, views, self._events[i])
-        else:
+        if self._copies is None:
             _copy(sources, views)
+        else:
+            last, aside = self._events[i], _first(lengths, self._aside[i])
+            if last is not None:
+                self._copies.wait(last)  # DEPTH steps ago, finished long since
+            self._copies.copy(sources, aside)
+            event = self._events[i] = self._copies.send(aside, views)
         return Download(views, event, self, self._count)
-
-    def _send(
-        self,
-        sources: list[Tensor],
-        aside: list[Tensor],
-        views: list[Tensor],
-        last: torch.cuda.Event | None,
-    ) -> torch.cuda.Event:
-        stream = torch.cuda.current_stream(sources[0].device)
-        if last is not None:
-            stream.wait_event(last)  # DEPTH steps ago, finished long since
-        _copy(sources, aside)
-        self._stream.wait_stream(stream)
-        with torch.cuda.stream(self._stream):
-            _copy(aside, views)
-            return _recorded_event()
 
     @property
     def oldest(self) -> int:
@@ -118,7 +177,7 @@ class Download:
     def __init__(
         self,
         views: list[Tensor],
-        event: torch.cuda.Event | None,
+        event: Event | None,
         ring: DownloadRing,
         number: int,
     ) -> None:
@@ -132,12 +191,12 @@ class Download:
         return self._views
 
 
-def _await(event: torch.cuda.Event, deadline: float | None) -> None:
+def _await(event: Event, deadline: float | None) -> None:
     if deadline is None:
         event.synchronize()
         return
     until = time.monotonic() + deadline
-    while not event.query():  # type: ignore[no-untyped-call]
+    while not event.query():
         if time.monotonic() > until:
             raise RankLostError(f"timed out: no results of a step after {deadline:g} s")
         time.sleep(NAP)
@@ -149,14 +208,8 @@ def _first(lengths: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
-        target.copy_(source, non_blocking=source.is_cuda)
+        target.copy_(source, non_blocking=source.is_cuda or target.is_cuda)
 
 
 def _host_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-
-
-def _recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event

@@ -22,13 +22,14 @@ from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import SanitizerError
+from slotzero.executor import worker
 from slotzero.graph import TensorKind
 from slotzero.kernels.cpu.build import compiler
 from slotzero.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.slow
 
-DRAFT, KEY = TRAFFIC_FAULTS
+DRAFT, KEY, PROMPT_ROW = TRAFFIC_FAULTS
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = [7 * i % 250 for i in range(40)]
 
@@ -328,7 +329,10 @@ def test_an_answer_without_room_is_skipped_and_counted(
 
 @pytest.mark.parametrize(
     ("family", "drafter", "names"),
-    [("llama", "", [KEY.name]), ("falcon-h1", "ngram", [DRAFT.name, KEY.name])],
+    [
+        ("llama", "", [KEY.name, PROMPT_ROW.name]),
+        ("falcon-h1", "ngram", [DRAFT.name, KEY.name, PROMPT_ROW.name]),
+    ],
 )
 def test_every_fault_of_traffic_is_a_mutant_that_is_named(
     family: str, drafter: str, names: list[str]
@@ -339,7 +343,8 @@ def test_every_fault_of_traffic_is_a_mutant_that_is_named(
     mutants = mutate_traffic(engine)
     assert [mutant.fault for mutant in mutants] == names
     assert [str(mutant) for mutant in mutants if not mutant.is_named] == []
-    assert {mutant.caught_by for mutant in mutants} == {"S8"}
+    caught_by = {mutant.fault: mutant.caught_by for mutant in mutants}
+    assert caught_by == dict.fromkeys(names, "S8") | {PROMPT_ROW.name: "S0"}
     engine.check()
     assert engine.sanitizer is None
     assert ask(engine, PROMPT)[0].token_ids == before
@@ -351,7 +356,19 @@ def test_without_the_check_the_mutants_are_missed(monkeypatch: pytest.MonkeyPatc
     assert [(mutant.fault, mutant.caught) for mutant in mutants] == [
         (DRAFT.name, False),
         (KEY.name, False),
+        (PROMPT_ROW.name, True),  # the worker refuses the step
     ]
+
+
+def test_a_prompt_in_the_decode_graph_would_change_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the worker's own check, the recomputed answer shows it."""
+    monkeypatch.setattr(worker, "_refuse_prompts", lambda key, orders: None)
+    (mutant,) = (
+        m for m in mutate_traffic(engine_of("llama", "wide")) if m.fault == PROMPT_ROW.name
+    )
+    assert mutant.caught_by == "S8"
 
 
 def test_certification_runs_the_mutants_of_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,5 +377,6 @@ def test_certification_runs_the_mutants_of_traffic(monkeypatch: pytest.MonkeyPat
     tried = session.CertifySession(engine, "tiny:llama", is_quick=True)
     assert tried.certify().passed
     assert [str(mutant) for mutant in tried.mutate()] == [
-        f"engine: page_table: {KEY.name}: S8 named page_table"
+        f"engine: page_table: {KEY.name}: S8 named page_table",
+        f"engine: counts: {PROMPT_ROW.name}: S0 named counts",
     ]

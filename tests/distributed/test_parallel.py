@@ -87,7 +87,9 @@ OF_FOUR = {
     "deepseek-v3-spread-mtp-apart": JOBS["deepseek-v3-mtp"],
 }
 TINY = {"backend": "eager", "max_num_seqs": 2, "max_model_len": 128, "show_progress": False}
+OF_SIZES = "ranks that replay different sizes"
 OF_RANKS = [
+    OF_SIZES,
     "global count of real tokens instead of the rank's",
     "expert routing that counts padded rows",
 ]
@@ -246,6 +248,12 @@ def test_faults_of_ranks_are_caught(ran, job):
     kept = torch.load(ran / f"{job}.0.pt")
     assert kept.get("made") == set(OF_RANKS), kept.get("failure")
     assert kept["missed"] == []
+
+
+@pytest.mark.parametrize("job", ["faults", "faults-apart"])
+def test_a_rank_that_picks_another_size_is_named_with_the_size(ran, job):
+    found = torch.load(ran / f"{job}.1.pt")["found"]
+    assert f"decode: decode[4]: {OF_SIZES}: S0 named decode[4]" in found
 
 
 @pytest.mark.parametrize("rank", range(SIZE))

@@ -4,18 +4,23 @@ The rule: every index that a fault lets through is in range, so a mutant is wron
 """
 
 from slotzero.certify.faults.case import Case, Fault, swapped
-from slotzero.certify.faults.device import KERNELS, LAYERS, RECORDINGS
+from slotzero.certify.faults.device import KERNELS, RECORDINGS
 from slotzero.certify.faults.host import ALLOCATIONS, DOWNLOADS, PUBLICATIONS, STAGINGS
+from slotzero.certify.faults.layers import LAYERS
 from slotzero.certify.faults.ranks import RANKS
 from slotzero.certify.faults.recurrent import RECURRENT
+from slotzero.certify.faults.replays import REPLAYS
+from slotzero.certify.faults.sampling import SAMPLING
 
 FAULTS: tuple[Fault, ...] = (
     *PUBLICATIONS,
     *RECORDINGS,
+    *REPLAYS,
     *KERNELS,
     *LAYERS,
     *RANKS,
     *RECURRENT,
+    *SAMPLING,
     *DOWNLOADS,
     *STAGINGS,
     *ALLOCATIONS,

@@ -187,6 +187,25 @@ class Case:
         return other.view(held.dtype).view(held.shape)
 
     @cached_property
+    def places_at_double_stride(self) -> Tensor:
+        """Index of the place that each row or token has if a row is taken for twice as wide."""
+        place = torch.arange(self.size, device=self.entry.tensor.device)
+        return (2 * place).clamp(max=max(self.size - 1, 0))
+
+    @cached_property
+    def last_owned(self) -> int | None:
+        """The last token of a row, in a tensor that holds the slot of each token."""
+        owned = self.plain.tensors[self.entry.name][: self.num_real].nonzero()
+        return int(owned[-1]) if len(owned) else None
+
+    @cached_property
+    def exchanged_slots(self) -> tuple[int, int] | None:
+        """Two slots whose rows in this table differ."""
+        by_row = self.scenario.tables[self.entry.name].movedim(self.entry.axis, 0)
+        differs = (by_row[2:] != by_row[1]).view(len(by_row) - 2, -1).any(1).nonzero()[:, 0]
+        return (1, 2 + int(differs[0])) if len(differs) else None
+
+    @cached_property
     def row_unlike_padding(self) -> int | None:
         """The first real row whose value differs from that of an empty step."""
         rows = self.plain.tensors[self.entry.name][: self.num_real]
@@ -210,6 +229,10 @@ class Fault(ABC):
 
     def applies(self, case: Case) -> bool:
         return case.entry.kind in self.kinds and self.only(case)
+
+    def culprit(self, case: Case) -> str:
+        """Return what a check must name: the tensor, graph memory or the size."""
+        return case.entry.name
 
     @abstractmethod
     def inject(self, case: Case) -> AbstractContextManager[None]: ...

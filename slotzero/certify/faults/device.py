@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slotzero.certify.faults.case import Case, Fault, always, swapped, swapped_item
@@ -18,11 +19,12 @@ from slotzero.certify.reach import is_drafter
 from slotzero.certify.scenario import kind_of
 from slotzero.graph import GraphKey, Pieces, Runner, TensorKind
 from slotzero.graph.backend import StepFunction
-from slotzero.models.layer import LayerStep
-from slotzero.speculative.assistant import AssistantDrafter
+from slotzero.runners.passes import PLACES as PASS_PLACES
 from slotzero.speculative.passes import DRAFT, EXTEND
+from slotzero.speculative.passes import PLACES as VERIFY_PLACES
 
 DERIVED, OUTPUT, TABLE = (TensorKind.DERIVED,), (TensorKind.OUTPUT,), (TensorKind.TABLE,)
+TOKEN_OWNERS = (PASS_PLACES[0], VERIFY_PLACES[0])
 LEAKED = -1000.0  # in place of NaN, which integers cannot hold
 
 
@@ -122,8 +124,32 @@ def _bake(case: Case, now: Tensor, was: Tensor) -> None:
     now[row].fill_(0)
 
 
+def _pad_below_zero(case: Case, now: Tensor, was: Tensor) -> None:
+    now[case.num_real :].fill_(-1)
+
+
+def _join_padding(case: Case, now: Tensor, was: Tensor) -> None:
+    assert case.last_owned is not None
+    now[case.num_real :].copy_(now[case.last_owned])
+
+
+def _keep_beyond_rows(case: Case, now: Tensor, was: Tensor) -> None:
+    rows = case.scenario.num_rows
+    now[rows:].copy_(was[rows:])
+
+
+def _widen_stride(case: Case, now: Tensor, was: Tensor) -> None:
+    now.copy_(now[case.places_at_double_stride])
+
+
 def _is_written(case: Case) -> bool:
     return case.is_written
+
+
+def _changes_at_double_stride(case: Case) -> bool:
+    rows = case.plain.tensors[case.entry.name][: case.size]
+    at_stride = rows[case.places_at_double_stride]
+    return case.entry.per != "step" and not torch.equal(at_stride, rows)
 
 
 RECORDINGS: tuple[Fault, ...] = (
@@ -164,6 +190,29 @@ RECORDINGS: tuple[Fault, ...] = (
         lambda case: case.row_unlike_padding is not None,
         _bake,
     ),
+    RecordedFault(
+        "padded row below zero",
+        (*DERIVED, *OUTPUT),
+        lambda case: case.is_count and case.is_padded,
+        _pad_below_zero,
+    ),
+    RecordedFault(
+        "padded tokens join the last row",
+        DERIVED,
+        lambda case: (
+            case.entry.name in TOKEN_OWNERS and case.is_padded and case.last_owned is not None
+        ),
+        _join_padding,
+    ),
+    RecordedFault(
+        "counted in rows instead of tokens",
+        (*DERIVED, *OUTPUT),
+        lambda case: case.entry.per == "token" and case.scenario.num_rows < case.num_real,
+        _keep_beyond_rows,
+    ),
+    RecordedFault(
+        "stride of the largest size", (*DERIVED, *OUTPUT), _changes_at_double_stride, _widen_stride
+    ),
 )  # fmt: skip
 
 
@@ -203,6 +252,10 @@ def replaced(
 
 def _write_row_0(case: Case, rows: Tensor) -> None:
     rows[0].add_(1)
+
+
+def _lose(case: Case, rows: Tensor) -> None:
+    rows.zero_()
 
 
 def _has_foreign(case: Case) -> bool:
@@ -288,66 +341,15 @@ KERNELS: tuple[Fault, ...] = (
     ),
     KernelFault("written by a kernel", (TensorKind.CONSTANT,), always, _write_row_0),
     KernelFault(
+        "content lost in a reload",
+        (TensorKind.CONSTANT,),
+        lambda case: bool(case.entry.tensor.any()),
+        _lose,
+    ),
+    KernelFault(
         "two rows exchanged",
         (TensorKind.CONSTANT,),
         lambda case: case.exchanged is not None,
         _exchange_rows,
     ),
-)
-
-
-@dataclass(frozen=True)
-class RoutedPadding(Fault):
-    """Experts treat padded rows as real ones."""
-
-    @contextmanager
-    def inject(self, case: Case) -> Iterator[None]:
-        function = case.runner.spec.function
-
-        def damaged(key: GraphKey, pieces: Pieces) -> None:
-            function(key, _Unpadded(pieces))
-
-        with replaced(case.runner, case.scenario.key, damaged):
-            yield
-
-
-class _Unpadded(Pieces):
-    """Gives layers a slot for every row; only experts read it there."""
-
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
-
-    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        step, *rest = arguments
-        assert isinstance(step, LayerStep) and step.moe is not None
-        moe = step.moe._replace(slots=step.moe.slots.clamp_min(1))
-        return self._pieces(function, step._replace(moe=moe), *rest)
-
-
-@dataclass(frozen=True)
-class AdvancedPosition(Fault):
-    """A drafter that reads the target's KV advances as if its drafts were stored there."""
-
-    @contextmanager
-    def inject(self, case: Case) -> Iterator[None]:
-        drafter, runner, key = case.engine.worker.drafter, case.runner, case.scenario.key
-        assert isinstance(drafter, AssistantDrafter)
-        right = drafter.stand
-        with (
-            swapped(drafter, "stand", lambda slots: right(slots) + 1),
-            recorded(runner, key, partial(runner.spec.function, key)),
-        ):
-            yield
-
-
-def _is_stood_in(case: Case) -> bool:
-    stands = isinstance(case.engine.worker.drafter, AssistantDrafter)
-    return stands and bool(case.entry.through) and kind_of(case.runner) == DRAFT
-
-
-LAYERS: tuple[Fault, ...] = (
-    RoutedPadding(
-        "expert routing that counts padded rows", OUTPUT, lambda case: case.entry.per == "step"
-    ),
-    AdvancedPosition("frozen-KV position advanced by one", TABLE, _is_stood_in),
 )

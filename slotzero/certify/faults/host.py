@@ -88,6 +88,12 @@ def _summed(case: Case, values: list[int]) -> Arriving:
     return [min(sum(values), room), *[0] * (len(values) - 1)]
 
 
+def _below_zero_at_the_end(case: Case, values: list[int]) -> Arriving:
+    """Return -1 for the last padded row of the size; a search in the sums then stays in range."""
+    padding = [case.entry.pad] * (case.size - len(values) - 1)
+    return [*values, *padding, -1] if len(values) < case.size else [*values]
+
+
 PUBLICATIONS: tuple[Fault, ...] = (
     NotPublished("skip the publish", PUBLISHED),
     UploadFault("skip the pad", PUBLISHED, lambda case: case.is_padded, _unpadded),
@@ -114,6 +120,18 @@ PUBLICATIONS: tuple[Fault, ...] = (
     UploadFault("global instead of local count", PUBLISHED, lambda case: case.is_count, _summed),
     UploadFault("to another buffer", PUBLISHED, always, lambda case, values: _unpadded(case, [])),
     UploadFault("late host copy", PUBLISHED, always, lambda case, values: [], is_once=True),
+    UploadFault(
+        "padded row below zero",
+        PUBLISHED,
+        lambda case: case.is_count and case.is_padded,
+        _below_zero_at_the_end,
+    ),
+    UploadFault(
+        "stride of the largest size",
+        PUBLISHED,
+        lambda case: not case.is_count and case.num_real > 1,
+        lambda case, values: [values[min(2 * i, len(values) - 1)] for i in range(len(values))],
+    ),
 )
 
 
@@ -165,6 +183,21 @@ def _not_yet(case: Case, words: Words, width: int) -> Words:
     return offsets[:0], values[:0]
 
 
+def _in_wider_rows(case: Case, words: Words, width: int) -> Words:
+    offsets, values = words
+    at = offsets // width * (width + 1) + offsets % width
+    fits = at < case.entry.tensor.numel()
+    return at[fits], values[fits]
+
+
+def _exchange_slots(case: Case, words: Words, width: int) -> Words:
+    assert case.exchanged_slots is not None
+    one, other = case.exchanged_slots
+    (offsets, values), slot = words, words[0] // width
+    moved = torch.where(slot == other, offsets + (one - other) * width, offsets)
+    return torch.where(slot == one, offsets + (other - one) * width, moved), values
+
+
 def _is_staged(case: Case) -> bool:
     """Return whether the scenario sends values of this table. Neutral values are not sent, and with
     few slots there may be no others."""
@@ -176,6 +209,13 @@ STAGINGS: tuple[Fault, ...] = (
     StagingFault("stale row", (TensorKind.TABLE,), _is_staged, _without_last_slot),
     StagingFault("off by one", (TensorKind.TABLE,), _is_staged, _one_slot_on),
     StagingFault("late host copy", (TensorKind.TABLE,), _is_staged, _not_yet),
+    StagingFault("stride of the largest size", (TensorKind.TABLE,), _is_staged, _in_wider_rows),
+    StagingFault(
+        "rows of two requests exchanged",
+        (TensorKind.TABLE,),
+        lambda case: _is_staged(case) and case.exchanged_slots is not None,
+        _exchange_slots,
+    ),
 )
 
 
@@ -238,6 +278,12 @@ def _wider(case: Case) -> Tensor:
     return case.entry.tensor.to(wider.get(case.entry.tensor.dtype, torch.float32))
 
 
+def _narrower(case: Case) -> Tensor:
+    """Return the table with rows one column too close to each other."""
+    tensor = case.entry.tensor
+    return tensor.as_strided(tensor.shape, (tensor.stride(0) - 1, *tensor.stride()[1:]))
+
+
 def _in_pages(case: Case) -> Tensor:
     tensor = case.entry.tensor
     end = _pages(case).flatten().view(torch.uint8)[-tensor.nbytes :]
@@ -255,5 +301,11 @@ def _pages(case: Case) -> Tensor:
 ALLOCATIONS: tuple[Fault, ...] = (
     AllocationFault("wrong dtype", ALL, always, _wider),
     AllocationFault("buffer replaced", ALL, always, lambda case: case.entry.tensor.clone()),
+    AllocationFault(
+        "rows one column too narrow",
+        (TensorKind.TABLE,),
+        lambda case: case.is_staged and case.entry.tensor.dim() == 2,
+        _narrower,
+    ),
     AllocationFault("aliased into the pool", ALL, _fits_in_pages, _in_pages, since_recording=True),
 )

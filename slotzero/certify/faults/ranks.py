@@ -40,6 +40,30 @@ class GlobalCount(Fault):
             yield
 
 
+@dataclass(frozen=True)
+class OtherSize(Fault):
+    """Every rank but the first picks another size for the same step."""
+
+    def culprit(self, case: Case) -> str:
+        return str(case.scenario.key)
+
+    @contextmanager
+    def inject(self, case: Case) -> Iterator[None]:
+        runner, key = case.runner, case.scenario.key
+        other = next(size for size in runner.all_keys() if size != key)
+        if case.engine.worker.ranks.rank == 0:
+            yield
+            return
+        with swapped(runner, "pick", lambda num_tokens, num_rows: other):
+            yield
+
+
+def _has_ranks_and_sizes(case: Case) -> bool:
+    is_first = case.entry.name == case.runner.spec.published[0]
+    is_distributed = case.engine.worker.ranks.is_distributed
+    return is_first and is_distributed and len([*case.runner.all_keys()]) > 1
+
+
 def _is_expert_parallel(case: Case) -> bool:
     return case.engine.worker.ranks.expert_parallel and case.entry.per == "step"
 
@@ -55,6 +79,7 @@ def _take_from_next_rank(case: Case, rows: Tensor) -> None:
 
 RANKS: tuple[Fault, ...] = (
     GlobalCount("global count of real tokens instead of the rank's", OUTPUT, _is_expert_parallel),
+    OtherSize("ranks that replay different sizes", (TensorKind.PUBLISHED,), _has_ranks_and_sizes),
     KernelFault(
         "scale of another rank",
         (TensorKind.CONSTANT,),
