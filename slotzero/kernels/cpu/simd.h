@@ -85,6 +85,15 @@ static inline float lane_sum(Vec v) {
   return sum;
 }
 
+// The largest lane, in any order of comparisons: the lanes must be numbers.
+static inline float lane_max(Vec v) {
+  float lanes[LANES];
+  store(lanes, v);
+  UNROLL for (int half = LANES / 2; half; half /= 2)
+    UNROLL for (int i = 0; i < half; ++i) lanes[i] = lanes[i] < lanes[half + i] ? lanes[half + i] : lanes[i];
+  return lanes[0];
+}
+
 [[maybe_unused]] static float dot(const float* a, const float* b, int64_t n) {
   Vec sums{};
   int64_t i = 0;
