@@ -35,34 +35,35 @@ constexpr int PLACES = 63;  // most nodes of a tree: the same as in tree_shape.p
 const float* floats(const Tensor& t) { return static_cast<const float*>(t.data_ptr()); }
 const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); }
 
-// Where the values of keys are added up: one register of each of LANES keys.
-struct Dots {
-  Vec sums[LANES];
-};
-
-// Adds to sums[j] the products of a with row j of b, for the first `count` rows.
-template <bool all_rows>
-inline void add_products(const float* a, const float* b, int64_t stride, int count, int64_t n, Dots& dots) {
+// Adds to sums[j] the products of a with row j of b, in registers of a row.
+template <int ROWS>
+[[gnu::always_inline]] inline void add_products(const float* a, const float* b, int64_t stride, int64_t n, Vec* sums) {
+  Vec acc[ROWS];
+  UNROLL for (int j = 0; j < ROWS; ++j) acc[j] = Vec{};
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
     const Vec av = load(a + i);
-    UNROLL for (int j = 0; j < LANES; ++j)
-      if (all_rows || j < count) dots.sums[j] = fused(av, load(b + j * stride + i), dots.sums[j]);
+    UNROLL for (int j = 0; j < ROWS; ++j) acc[j] = fused(av, load(b + j * stride + i), acc[j]);
   }
-  if (i == n) return;
-  const Vec av = load_tail(a + i, n - i, 0.0f);
-  for (int j = 0; j < count; ++j)
-    dots.sums[j] = fused(av, load_tail(b + j * stride + i, n - i, 0.0f), dots.sums[j]);
+  if (i < n) {
+    const Vec av = load_tail(a + i, n - i, 0.0f);
+    for (int j = 0; j < ROWS; ++j) acc[j] = fused(av, load_tail(b + j * stride + i, n - i, 0.0f), acc[j]);
+  }
+  UNROLL for (int j = 0; j < ROWS; ++j) sums[j] = acc[j];
 }
 
 // Dot products of one vector with `count` others, `stride` apart; 0 in the other lanes.
 Vec dots_of(const float* a, const float* b, int64_t stride, int count, int64_t n) {
-  Dots dots{};
-  if (count == LANES)
-    add_products<true>(a, b, stride, count, n, dots);
-  else
-    add_products<false>(a, b, stride, count, n, dots);
-  return lane_sums(dots.sums);
+  constexpr int ROWS = std::min(LANES, 8);  // whose addresses fit into registers
+  Vec sums[LANES];
+  if (count == LANES) {
+    UNROLL for (int j = 0; j < LANES; j += ROWS)
+      add_products<ROWS>(a, b + j * stride, stride, n, sums + j);
+    return lane_sums(sums);
+  }
+  std::fill_n(sums, LANES, Vec{});
+  for (int j = 0; j < count; ++j) add_products<1>(a, b + j * stride, stride, n, sums + j);
+  return lane_sums(sums);
 }
 
 // y[q] += weighted sums of the same BLOCK vectors, `stride` apart, in order, for several y at once.
@@ -220,7 +221,7 @@ void fold_together(Query* queries, const float* kv, const Shape& shape) {
   Scores scores[QUERIES];
   const float* weights[QUERIES];
   float* outs[QUERIES];
-  UNROLL for (int q = 0; q < QUERIES; ++q) {
+  for (int q = 0; q < QUERIES; ++q) {
     for (int j = 0; j < KEYS; j += LANES)
       scores[q].lanes[j / LANES] = scores_of(queries[q].q, kv + j * shape.stride, LANES, shape);
     weigh(queries[q], scores[q], shape.value_dim);
