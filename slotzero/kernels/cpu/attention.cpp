@@ -168,16 +168,20 @@ Vec scores_of(const float* q, const float* keys, int count, const Shape& shape) 
   return shape.softcap == 0 ? scores : shape.softcap * tanh_of(scores / shape.softcap);
 }
 
-// Turns scores into weights under the query's maximum, which they may raise.
-inline void weigh(Query& query, Scores& scores, int64_t value_dim) {
+// Raises the query's maximum to that of new scores.
+inline void raise_max(Query& query, const Scores& scores, int64_t value_dim) {
   Vec highest = scores.lanes[0];
   UNROLL for (const Vec& some : scores.lanes) highest = some > highest ? some : highest;
-  if (const float max = lane_max(highest); max > query.max) {
-    const float shrink = std::exp(query.max - max);
-    query.sum *= shrink;
-    scale(query.out, shrink, value_dim);
-    query.max = max;
-  }
+  const float max = lane_max(highest);
+  if (!(max > query.max)) return;
+  const float shrink = std::exp(query.max - max);
+  query.sum *= shrink;
+  scale(query.out, shrink, value_dim);
+  query.max = max;
+}
+
+// Turns scores into weights, and adds them up.
+inline void weigh(Query& query, Scores& scores) {
   UNROLL for (Vec& some : scores.lanes) {
     some = exp_of(some - query.max);
     query.sum += some;
@@ -206,7 +210,8 @@ void fold(Query& query, const float* kv, int32_t first, int count, const Shape& 
     else
       store_tail(weights + lane + j, some, its);
   }
-  weigh(query, scores, value_dim);
+  raise_max(query, scores, value_dim);
+  weigh(query, scores);
   weights += lane;
   for (int j = 0; j < count;) {
     const bool is_unit = j + UNIT <= count;
@@ -216,18 +221,19 @@ void fold(Query& query, const float* kv, int32_t first, int count, const Shape& 
   }
 }
 
-// `fold` of KEYS keys that all of QUERIES queries see: values are read once for all of them.
+// `fold` of KEYS keys that all of QUERIES queries see: values are read once for all of them. Each step
+// is taken for all queries before the next, so that none waits for the result of another.
 void fold_together(Query* queries, const float* kv, const Shape& shape) {
   Scores scores[QUERIES];
   const float* weights[QUERIES];
   float* outs[QUERIES];
   for (int q = 0; q < QUERIES; ++q) {
+    weights[q] = scores[q].data(), outs[q] = queries[q].out;
     for (int j = 0; j < KEYS; j += LANES)
       scores[q].lanes[j / LANES] = scores_of(queries[q].q, kv + j * shape.stride, LANES, shape);
-    weigh(queries[q], scores[q], shape.value_dim);
-    weights[q] = scores[q].data();
-    outs[q] = queries[q].out;
   }
+  for (int q = 0; q < QUERIES; ++q) raise_max(queries[q], scores[q], shape.value_dim);
+  for (int q = 0; q < QUERIES; ++q) weigh(queries[q], scores[q]);
   add_weighted<QUERIES, KEYS>(outs, weights, kv + shape.value_at, shape.stride, shape.value_dim);
 }
 
