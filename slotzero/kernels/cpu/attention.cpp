@@ -27,6 +27,7 @@ namespace {
 
 constexpr int TOKENS = 8;   // queries of one prompt that share a pass over the KV
 constexpr int KEYS = 16;    // keys scored before one rescaling of the sums
+constexpr int QUERIES = 4;  // queries whose sums of values are in registers together
 constexpr int64_t WORTH_THREADS = 1 << 17;  // products below which waking threads costs more
 constexpr int UNIT = 8;     // keys in registers at once; the order of sums does not depend on it
 constexpr int PLACES = 63;  // most nodes of a tree: the same as in tree_shape.py
@@ -34,47 +35,62 @@ constexpr int PLACES = 63;  // most nodes of a tree: the same as in tree_shape.p
 const float* floats(const Tensor& t) { return static_cast<const float*>(t.data_ptr()); }
 const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); }
 
-// Where the values of keys are added up: one register of each of LANES keys.
-struct Dots {
-  Vec sums[LANES];
-};
-
-// Adds to sums[j] the products of a with row j of b, for the first `count` rows.
-template <bool all_rows>
-inline void add_products(const float* a, const float* b, int64_t stride, int count, int64_t n, Dots& dots) {
+// Adds to sums[j] the products of a with row j of b, in registers of a row.
+template <int ROWS>
+[[gnu::always_inline]] inline void add_products(const float* a, const float* b, int64_t stride, int64_t n, Vec* sums) {
+  Vec acc[ROWS];
+  UNROLL for (int j = 0; j < ROWS; ++j) acc[j] = Vec{};
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
     const Vec av = load(a + i);
-    UNROLL for (int j = 0; j < LANES; ++j)
-      if (all_rows || j < count) dots.sums[j] = fused(av, load(b + j * stride + i), dots.sums[j]);
+    UNROLL for (int j = 0; j < ROWS; ++j) acc[j] = fused(av, load(b + j * stride + i), acc[j]);
   }
-  if (i == n) return;
-  const Vec av = load_tail(a + i, n - i, 0.0f);
-  for (int j = 0; j < count; ++j)
-    dots.sums[j] = fused(av, load_tail(b + j * stride + i, n - i, 0.0f), dots.sums[j]);
+  if (i < n) {
+    const Vec av = load_tail(a + i, n - i, 0.0f);
+    for (int j = 0; j < ROWS; ++j) acc[j] = fused(av, load_tail(b + j * stride + i, n - i, 0.0f), acc[j]);
+  }
+  UNROLL for (int j = 0; j < ROWS; ++j) sums[j] = acc[j];
 }
 
 // Dot products of one vector with `count` others, `stride` apart; 0 in the other lanes.
 Vec dots_of(const float* a, const float* b, int64_t stride, int count, int64_t n) {
-  Dots dots{};
-  if (count == LANES)
-    add_products<true>(a, b, stride, count, n, dots);
-  else
-    add_products<false>(a, b, stride, count, n, dots);
-  return lane_sums(dots.sums);
+  constexpr int ROWS = std::min(LANES, 8);  // whose addresses fit into registers
+  Vec sums[LANES];
+  if (count == LANES) {
+    UNROLL for (int j = 0; j < LANES; j += ROWS)
+      add_products<ROWS>(a, b + j * stride, stride, n, sums + j);
+    return lane_sums(sums);
+  }
+  std::fill_n(sums, LANES, Vec{});
+  for (int j = 0; j < count; ++j) add_products<1>(a, b + j * stride, stride, n, sums + j);
+  return lane_sums(sums);
 }
 
-// y += weighted sum of BLOCK vectors, `stride` apart, in order.
-template <int BLOCK>
-void add_weighted(float* y, const float* weight, const float* x, int64_t stride, int64_t n) {
+// y[q] += weighted sums of the same BLOCK vectors, `stride` apart, in order, for several y at once.
+template <int QUERIES, int BLOCK>
+void add_weighted(float* const* y, const float* const* weights, const float* x, int64_t stride,
+                  int64_t n) {
+  constexpr int WIDE = QUERIES > 1 ? 2 : 1;  // registers of a y: so their sums do not wait for another
   int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) {
-    Vec acc = load(y + i);
-    UNROLL for (int j = 0; j < BLOCK; ++j) acc = fused(load(x + j * stride + i), all(weight[j]), acc);
-    store(y + i, acc);
-  }
+  const auto add = [&]<int VECS>() {
+    Vec acc[QUERIES][VECS];
+    UNROLL for (int q = 0; q < QUERIES; ++q)
+      UNROLL for (int v = 0; v < VECS; ++v) acc[q][v] = load(y[q] + i + v * LANES);
+    UNROLL for (int j = 0; j < BLOCK; ++j) {
+      Vec values[VECS];
+      UNROLL for (int v = 0; v < VECS; ++v) values[v] = load(x + j * stride + i + v * LANES);
+      UNROLL for (int q = 0; q < QUERIES; ++q)
+        UNROLL for (int v = 0; v < VECS; ++v)
+          acc[q][v] = fused(values[v], all(weights[q][j]), acc[q][v]);
+    }
+    UNROLL for (int q = 0; q < QUERIES; ++q)
+      UNROLL for (int v = 0; v < VECS; ++v) store(y[q] + i + v * LANES, acc[q][v]);
+  };
+  for (; i + WIDE * LANES <= n; i += WIDE * LANES) add.template operator()<WIDE>();
+  for (; i + LANES <= n; i += LANES) add.template operator()<1>();
   for (; i < n; ++i)
-    for (int j = 0; j < BLOCK; ++j) y[i] += weight[j] * x[j * stride + i];
+    for (int q = 0; q < QUERIES; ++q)
+      for (int j = 0; j < BLOCK; ++j) y[q][i] += weights[q][j] * x[j * stride + i];
 }
 
 void scale(float* y, float a, int64_t n) {
@@ -126,8 +142,13 @@ struct Query {
   int32_t base;        // from here on, only positions whose bit in `seen` is set
   int64_t seen;
   const uint8_t* taken;  // by position: 1 if an indexer has selected the key; null: all
-  float max, sum;
+  float max;
+  Vec sum;  // of the keys of each lane
 
+  // Whether the query sees all positions of a block.
+  bool sees_all(int32_t first, int count) const {
+    return begin <= first && first + count <= end && first + count <= base && !taken;
+  }
   bool sees(int32_t position) const {
     const int32_t i = position - base;
     if (taken && !taken[position]) return false;
@@ -135,9 +156,41 @@ struct Query {
   }
 };
 
+// The scores of KEYS keys, and then their weights: a key always has the same lane.
+struct Scores {
+  Vec lanes[KEYS / LANES];
+
+  float* data() { return reinterpret_cast<float*>(lanes); }
+};
+
+Vec scores_of(const float* q, const float* keys, int count, const Shape& shape) {
+  const Vec scores = dots_of(q, keys, shape.stride, count, shape.head_dim) * shape.scale;
+  return shape.softcap == 0 ? scores : shape.softcap * tanh_of(scores / shape.softcap);
+}
+
+// Raises the query's maximum to that of new scores.
+inline void raise_max(Query& query, const Scores& scores, int64_t value_dim) {
+  Vec highest = scores.lanes[0];
+  UNROLL for (const Vec& some : scores.lanes) highest = some > highest ? some : highest;
+  const float max = lane_max(highest);
+  if (!(max > query.max)) return;
+  const float shrink = std::exp(query.max - max);
+  query.sum *= shrink;
+  scale(query.out, shrink, value_dim);
+  query.max = max;
+}
+
+// Turns scores into weights, and adds them up.
+inline void weigh(Query& query, Scores& scores) {
+  UNROLL for (Vec& some : scores.lanes) {
+    some = exp_of(some - query.max);
+    query.sum += some;
+  }
+}
+
 // Folds the visible ones of positions [first, first + count) into the query's softmax. `kv` is the
-// row of the first position: its key, and the value at its end. A key always has the same lane, and
-// lanes of keys that are not visible hold zeros, so the order of sums does not depend on the others.
+// row of the first position: its key, and the value at its end. Lanes of keys that are not visible
+// hold zeros, so the order of sums does not depend on the others.
 void fold(Query& query, const float* kv, int32_t first, int count, const Shape& shape, int lane = 0) {
   const int unseen = std::max(0, query.begin - first);
   count = std::min<int>(count, query.end - first) - unseen;
@@ -146,37 +199,42 @@ void fold(Query& query, const float* kv, int32_t first, int count, const Shape& 
   const int64_t stride = shape.stride, value_dim = shape.value_dim;
   const float *keys = kv + unseen * stride, *values = keys + shape.value_at;
   constexpr float NONE = -std::numeric_limits<float>::infinity();
-  float weights[KEYS];
+  Scores scores;
+  float* weights = scores.data();
   std::fill_n(weights, KEYS, NONE);
   for (int j = 0; j < count; j += LANES) {
     const int some = std::min(LANES, count - j);
-    Vec scores = dots_of(query.q, keys + j * stride, stride, some, shape.head_dim) * shape.scale;
-    if (shape.softcap != 0) scores = shape.softcap * tanh_of(scores / shape.softcap);
+    const Vec its = scores_of(query.q, keys + j * stride, some, shape);
     if (some == LANES)
-      store(weights + lane + j, scores);
+      store(weights + lane + j, its);
     else
-      store_tail(weights + lane + j, some, scores);
+      store_tail(weights + lane + j, some, its);
   }
-  float max = query.max;
-  for (int j = lane; j < lane + count; ++j) max = std::max(max, weights[j]);
-  if (max > query.max) {
-    const float shrink = std::exp(query.max - max);
-    query.sum *= shrink;
-    scale(query.out, shrink, value_dim);
-    query.max = max;
+  raise_max(query, scores, value_dim);
+  weigh(query, scores);
+  weights += lane;
+  for (int j = 0; j < count;) {
+    const bool is_unit = j + UNIT <= count;
+    (is_unit ? add_weighted<1, UNIT> : add_weighted<1, 1>)(&query.out, &weights, values, stride, value_dim);
+    const int step = is_unit ? UNIT : 1;
+    j += step, weights += step, values += step * stride;
   }
-  Vec total{};
-  UNROLL for (int j = 0; j < KEYS; j += LANES) {
-    const Vec powers = exp_of(load(weights + j) - query.max);
-    store(weights + j, powers);
-    total += powers;
+}
+
+// `fold` of KEYS keys that all of QUERIES queries see: values are read once for all of them. Each step
+// is taken for all queries before the next, so that none waits for the result of another.
+void fold_together(Query* queries, const float* kv, const Shape& shape) {
+  Scores scores[QUERIES];
+  const float* weights[QUERIES];
+  float* outs[QUERIES];
+  for (int q = 0; q < QUERIES; ++q) {
+    weights[q] = scores[q].data(), outs[q] = queries[q].out;
+    for (int j = 0; j < KEYS; j += LANES)
+      scores[q].lanes[j / LANES] = scores_of(queries[q].q, kv + j * shape.stride, LANES, shape);
   }
-  query.sum += lane_sum(total);
-  int j = 0;
-  for (; j + UNIT <= count; j += UNIT)
-    add_weighted<UNIT>(query.out, weights + lane + j, values + j * stride, stride, value_dim);
-  for (; j < count; ++j)
-    add_weighted<1>(query.out, weights + lane + j, values + j * stride, stride, value_dim);
+  for (int q = 0; q < QUERIES; ++q) raise_max(queries[q], scores[q], shape.value_dim);
+  for (int q = 0; q < QUERIES; ++q) weigh(queries[q], scores[q]);
+  add_weighted<QUERIES, KEYS>(outs, weights, kv + shape.value_at, shape.stride, shape.value_dim);
 }
 
 // Does the same for a block of which some keys are not seen: one run of visible keys after another.
@@ -259,6 +317,8 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
     const int64_t kv_head = item % kv_heads;
     const int32_t slot = slot_of[run.begin];
     std::vector<float> decoded(pages.codes ? block * pair : 0);
+    Vec one{};
+    one[0] = 1;
     std::vector<Query> queries;
     queries.reserve((run.end - run.begin) * group);
     int32_t first = ALL, last = 0;
@@ -277,7 +337,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
         const float* vector = qp + (t * heads + head) * head_dim;
         float* sums = op + (t * heads + head) * value_dim;
         const uint8_t* its = taken_of ? taken_of + t * width * page : nullptr;
-        queries.push_back({vector, sums, begin, end, base, bits, its, sink, 1});
+        queries.push_back({vector, sums, begin, end, base, bits, its, sink, one});
         std::fill_n(sums, value_dim, 0.0f);
       }
     }
@@ -286,14 +346,22 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
       const int64_t from = ((page_id * page + first % page) * kv_heads + kv_head) * pair;
       const int count = std::min<int>(block, last - first);
       const float* kv = pages.rows(from, count, pair, stride, decoded.data());
-      for (Query& query : queries) {
-        if (first + block <= query.base && !query.taken)
-          fold(query, kv, first, block, shape);
+      const auto sees_all = [&](const Query& query) { return query.sees_all(first, KEYS); };
+      for (size_t i = 0; i < queries.size();) {
+        Query* some = queries.data() + i;
+        if (count == KEYS && i + QUERIES <= queries.size() && std::all_of(some, some + QUERIES, sees_all)) {
+          fold_together(some, kv, shape);
+          i += QUERIES;
+          continue;
+        }
+        if (first + block <= some->base && !some->taken)
+          fold(*some, kv, first, block, shape);
         else
-          fold_branch(query, kv, first, block, shape);
+          fold_branch(*some, kv, first, block, shape);
+        ++i;
       }
     }
-    for (Query& query : queries) scale(query.out, pages.value_scale / query.sum, value_dim);
+    for (Query& query : queries) scale(query.out, pages.value_scale / lane_sum(query.sum), value_dim);
   });
 }
 

@@ -9,29 +9,30 @@
 #include <cstring>
 #include <vector>
 
+#include "product.h"
 #include "simd.h"
 #include "threads.h"
 
+constexpr int64_t PANEL = 16;  // the rows of a matrix tile
 constexpr float MOST = 127.0f;
 constexpr float LEAST_PEAK = 1e-30f;  // 127 / peak overflows for smaller ones: such chunks are zeros
 
-// Rows [num, size] of codes, and by chunk: scale, sum of the codes, and scale * sum.
+// Activations in panels of `width` rows: codes [panel, chunk, row of the panel, `chunk` codes], so that
+// the rows of a register tile lie side by side. The other numbers are [panel, chunk, row]: scale,
+// scale * sum of the codes, and -zero * sum of the codes, with which a product in integers begins.
 struct IntegerRows {
-  int64_t size = 0, chunk = 0, chunks = 0;
+  int64_t chunk = 0, chunks = 0, width = 1;
   std::vector<int8_t> codes;
   std::vector<float> scales, offsets;
-  std::vector<int32_t> sums;
+  std::vector<int32_t> begins;
+  std::vector<int64_t> panels;  // the first panel of each stretch of rows
 
-  void resize(int64_t num, int64_t columns, int64_t its_chunk) {
-    chunk = its_chunk;
-    chunks = (columns + chunk - 1) / chunk;
-    size = chunks * chunk;
-    codes.resize(num * size);
-    for (auto* part : {&scales, &offsets}) part->resize(num * chunks);
-    sums.resize(num * chunks);
+  // Where the first chunk of a row of a stretch is; its next one is `width` further.
+  int64_t at(int64_t stretch, int64_t row) const {
+    return (panels[stretch] + row / width) * chunks * width + row % width;
   }
 
-  void round_chunk(const float* x, int64_t at, int64_t i) {
+  void round_chunk(const float* x, int64_t at, int32_t zero) {
     typedef int8_t Bytes __attribute__((vector_size(LANES)));
     typedef int32_t Whole __attribute__((vector_size(LANES * 4)));
     Vec peaks{}, taint{};
@@ -40,8 +41,7 @@ struct IntegerRows {
       peaks = v_size > peaks ? v_size : peaks;
       taint += v * 0.0f;
     }
-    float peak = 0;
-    for (int lane = 0; lane < LANES; ++lane) peak = std::max(peak, peaks[lane]);
+    const float peak = lane_max(peaks);
     const bool is_small = peak < LEAST_PEAK;
     const Vec inverse = all(is_small ? 0.0f : MOST / peak), round = all(12582912.0f);
     Whole total{};
@@ -50,32 +50,52 @@ struct IntegerRows {
       const Whole code = __builtin_convertvector((scaled + round) - round, Whole);
       total += code;
       const Bytes bytes = __builtin_convertvector(code, Bytes);
-      std::memcpy(codes.data() + at * size + i * chunk + k, &bytes, sizeof bytes);
+      std::memcpy(codes.data() + at * chunk + k, &bytes, sizeof bytes);
     }
     int32_t sum = 0;
     for (int lane = 0; lane < LANES; ++lane) sum += total[lane];
     const float scale = (is_small ? 0.0f : peak / MOST) + lane_sum(taint);
-    scales[at * chunks + i] = scale;
-    offsets[at * chunks + i] = scale * static_cast<float>(sum);
-    sums[at * chunks + i] = sum;
+    scales[at] = scale;
+    offsets[at] = scale * static_cast<float>(sum);
+    begins[at] = -zero * sum;
   }
 
-  void round_row(const float* x, int64_t columns, int64_t at) {
-    for (int64_t i = 0; i < chunks; ++i) {
-      const int64_t first = i * chunk, count = std::min(chunk, columns - first);
+  void round_row(const float* x, int64_t columns, int64_t at, int32_t zero) {
+    for (int64_t first = 0; first < columns; first += chunk, at += width) {
+      const int64_t count = std::min(chunk, columns - first);
       if (count == chunk) {
-        round_chunk(x + first, at, i);
+        round_chunk(x + first, at, zero);
         continue;
       }
       float padded[32] = {};
       std::copy_n(x + first, count, padded);
-      round_chunk(padded, at, i);
+      round_chunk(padded, at, zero);
     }
   }
 
-  void round(const float* x, int64_t num, int64_t columns, int64_t its_chunk) {
-    resize(num, columns, its_chunk);
-    slotzero::parallel_for(num, num * columns > 1 << 15,
-                           [&](int64_t i) { round_row(x + i * columns, columns, i); });
+  // Rounds the rows of all stretches of x [.., columns]; a stretch begins with a panel of its own.
+  void round(const float* x, const std::vector<Stretch>& stretches, int64_t columns, int64_t its_chunk,
+             int32_t zero) {
+    chunk = its_chunk;
+    chunks = (columns + chunk - 1) / chunk;
+    width = 1;
+    for (const Stretch& rows : stretches) width = std::max(width, rows.end - rows.begin);
+    width = std::min(width, PANEL);
+    int64_t num_panels = 0;
+    panels.clear();
+    for (const Stretch& rows : stretches) {
+      panels.push_back(num_panels);
+      num_panels += (rows.end - rows.begin + width - 1) / width;
+    }
+    const int64_t size = num_panels * width * chunks;
+    codes.resize(size * chunk);
+    for (auto* part : {&scales, &offsets}) part->resize(size);
+    begins.resize(size);
+    const auto count = static_cast<int64_t>(stretches.size());
+    slotzero::parallel_for(count, size * chunk > 1 << 15, [&](int64_t i) {
+      const auto [begin, end, which] = stretches[i];
+      for (int64_t row = begin; row < end; ++row)
+        round_row(x + row * columns, columns, at(i, row - begin), zero);
+    });
   }
 };

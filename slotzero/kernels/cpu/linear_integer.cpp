@@ -55,6 +55,23 @@ struct Weight {
   int64_t chunk_bytes() const { return chunk / 4 * QUAD_BYTES / (is_half ? 2 : 1); }
 };
 
+// Where the scales of a block are, from chunk to chunk. It counts, because a division costs as much as
+// a chunk of several rows.
+class GroupOf {
+ public:
+  GroupOf(int64_t first, int64_t group_chunks) : at_(first), size_(group_chunks), left_(group_chunks) {}
+
+  int64_t operator*() const { return at_; }
+  void next() {
+    if (--left_) return;
+    at_ += FEATURES;
+    left_ = size_;
+  }
+
+ private:
+  int64_t at_, size_, left_;
+};
+
 // Sixteen output features.
 struct Block {
   const Weight& weight;
@@ -65,6 +82,7 @@ struct Block {
       : weight(its), codes(its.codes + at * its.chunks * its.chunk_bytes()),
         groups_at(at * its.groups * FEATURES) {}
 
+  GroupOf first_group() const { return {groups_at, weight.group_chunks}; }
   int64_t group_at(int64_t chunk) const {
     return groups_at + chunk / weight.group_chunks * FEATURES;
   }
@@ -77,9 +95,19 @@ struct Target {
   const float* bias;
 
   void put(int64_t row, const Vec* values) const {
-    float out[FEATURES];
-    UNROLL for (int j = 0; j < VECS; ++j) store(out + j * LANES, values[j]);
-    for (int64_t i = 0; i < count; ++i) y[row * stride + i] = bias ? out[i] + bias[i] : out[i];
+    if (count == FEATURES) {
+      UNROLL for (int j = 0; j < VECS; ++j)
+        store(y + row * stride + j * LANES, bias ? values[j] + load(bias + j * LANES) : values[j]);
+      return;
+    }
+    put_some(row, values);
+  }
+
+  [[gnu::noinline]] void put_some(int64_t row, const Vec* values) const {
+    for (int64_t i = 0; i < count; ++i) {
+      const float value = values[i / LANES][i % LANES];
+      y[row * stride + i] = bias ? value + bias[i] : value;
+    }
   }
 };
 
@@ -96,107 +124,119 @@ inline void prefetch(const uint8_t* codes, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(codes + AHEAD + i);
 }
 
-// Adds to `sums` the products of one chunk.
+// Adds to `sums` the products of one chunk of neighbouring rows of a panel.
 template <bool half, int M, int QUADS>
-inline void add_chunk(const uint8_t* codes, const int8_t* x, int64_t stride, Sums (*sums)[VECS]) {
+inline void add_chunk(const uint8_t* codes, const int8_t* x, Sums (*sums)[VECS]) {
   constexpr int STEP = half ? 2 : 1;
   UNROLL for (int quad = 0; quad < QUADS; quad += STEP) {
     UNROLL for (int j = 0; j < VECS; ++j) {
       const Codes both = load_codes(codes + quad / STEP * QUAD_BYTES + j * 4 * LANES);
       const Codes low = half ? both & 15 : both;
       UNROLL for (int m = 0; m < M; ++m)
-        sums[m][j] = dot4<half>(sums[m][j], low, four(x + m * stride + 4 * quad));
+        sums[m][j] = dot4<half>(sums[m][j], low, four(x + 4 * (m * QUADS + quad)));
       if constexpr (half) {
         const Codes high = both >> 4;
         UNROLL for (int m = 0; m < M; ++m)
-          sums[m][j] = dot4<half>(sums[m][j], high, four(x + m * stride + 4 * quad + 4));
+          sums[m][j] = dot4<half>(sums[m][j], high, four(x + 4 * (m * QUADS + quad + 1)));
       }
     }
   }
 }
 
+// Rows of a panel: `at` is where the first chunk of the first one is, and `row` its place in y.
+struct PanelRows {
+  const IntegerRows& x;
+  int64_t at, row;
+};
+
 template <bool half, int M>
-void tile(const IntegerRows& x, int64_t row, const Block& block, const Target& target) {
+void tile(const PanelRows& rows, const Block& block, const Target& target) {
   const Weight& weight = block.weight;
-  const int64_t bytes = weight.chunk_bytes(), first = row * x.chunks;
-  const int8_t* codes_of_x = x.codes.data() + row * x.size;
+  const IntegerRows& x = rows.x;
+  const int64_t bytes = weight.chunk_bytes(), chunks = x.chunks, width = x.width, chunk = x.chunk;
+  const Numbers scales = weight.scales, offsets = weight.offsets;
+  const uint8_t* codes = block.codes;
+  const int8_t* codes_of_x = x.codes.data() + rows.at * chunk;
+  const float *scales_of_x = x.scales.data() + rows.at, *offsets_of_x = x.offsets.data() + rows.at;
+  const int32_t* begins = x.begins.data() + rows.at;
   Vec acc[M][VECS];
   UNROLL for (int m = 0; m < M; ++m) UNROLL for (int j = 0; j < VECS; ++j) acc[m][j] = Vec{};
-  for (int64_t c = 0; c < x.chunks; ++c) {
+  GroupOf group = block.first_group();
+  for (int64_t c = 0; c < chunks; ++c, group.next()) {
     Sums sums[M][VECS];
-    UNROLL for (int m = 0; m < M; ++m) {
-      const int32_t begin = -weight.zero * x.sums[first + m * x.chunks + c];
-      UNROLL for (int j = 0; j < VECS; ++j) sums[m][j] = all_lanes(begin);
-    }
-    const uint8_t* codes = block.codes + c * bytes;
+    UNROLL for (int m = 0; m < M; ++m)
+      UNROLL for (int j = 0; j < VECS; ++j) sums[m][j] = all_lanes(begins[m]);
     prefetch(codes, bytes);
-    if (x.chunk == 32)
-      add_chunk<half, M, 8>(codes, codes_of_x + c * 32, x.size, sums);
+    if (chunk == 32)
+      add_chunk<half, M, 8>(codes, codes_of_x, sums);
     else
-      add_chunk<half, M, 4>(codes, codes_of_x + c * 16, x.size, sums);
-    const int64_t group = block.group_at(c);
+      add_chunk<half, M, 4>(codes, codes_of_x, sums);
     UNROLL for (int j = 0; j < VECS; ++j) {
-      const Vec scale = weight.scales.at(group + j * LANES);
+      const Vec scale = scales.at(*group + j * LANES);
       UNROLL for (int m = 0; m < M; ++m)
-        acc[m][j] = fused(__builtin_convertvector(sums[m][j], Vec),
-                          scale * all(x.scales[first + m * x.chunks + c]), acc[m][j]);
-      if (!weight.offsets.data) continue;
-      const Vec offset = weight.offsets.at(group + j * LANES);
-      UNROLL for (int m = 0; m < M; ++m)
-        acc[m][j] = fused(offset, all(x.offsets[first + m * x.chunks + c]), acc[m][j]);
+        acc[m][j] = fused(__builtin_convertvector(sums[m][j], Vec), scale * all(scales_of_x[m]), acc[m][j]);
+      if (!offsets.data) continue;
+      const Vec offset = offsets.at(*group + j * LANES);
+      UNROLL for (int m = 0; m < M; ++m) acc[m][j] = fused(offset, all(offsets_of_x[m]), acc[m][j]);
     }
+    codes += bytes, codes_of_x += width * chunk;
+    scales_of_x += width, offsets_of_x += width, begins += width;
   }
-  UNROLL for (int m = 0; m < M; ++m) target.put(row + m, acc[m]);
+  UNROLL for (int m = 0; m < M; ++m) target.put(rows.row + m, acc[m]);
 }
 
 #if !defined(SLOTZERO_PLAIN) && defined(__AMX_INT8__) && defined(__linux__)
-// Adds the scaled sums of one chunk to sixteen rows.
-inline void add_scaled(const IntegerRows& x, int64_t row, const Block& block, int64_t c,
+// Adds the scaled sums of one chunk to sixteen rows, which have the numbers from `at` on.
+inline void add_scaled(const IntegerRows& x, int64_t at, const Weight& weight, int64_t group,
                        const int32_t* sums, Vec* acc) {
-  const Weight& weight = block.weight;
-  const int64_t group = block.group_at(c), at = row * x.chunks + c;
   const Vec scale = weight.scales.at(group);
   UNROLL for (int m = 0; m < TILE_ROWS; ++m) {
     Sums sum;
     std::memcpy(&sum, sums + m * FEATURES, sizeof sum);
-    if (weight.zero) sum -= weight.zero * x.sums[at + m * x.chunks];
-    acc[m] = fused(__builtin_convertvector(sum, Vec), scale * all(x.scales[at + m * x.chunks]), acc[m]);
+    if (weight.zero) sum += x.begins[at + m];
+    acc[m] = fused(__builtin_convertvector(sum, Vec), scale * all(x.scales[at + m]), acc[m]);
   }
   if (!weight.offsets.data) return;
   const Vec offset = weight.offsets.at(group);
-  UNROLL for (int m = 0; m < TILE_ROWS; ++m)
-    acc[m] = fused(offset, all(x.offsets[at + m * x.chunks]), acc[m]);
+  UNROLL for (int m = 0; m < TILE_ROWS; ++m) acc[m] = fused(offset, all(x.offsets[at + m]), acc[m]);
 }
 
-// All whole sixteens of rows [row, end); returns the first row that is left.
-int64_t matrix_tiles(const IntegerRows& x, int64_t row, int64_t end, const Block& block,
-                     const Target& target) {
-  const Weight& weight = block.weight;
-  const int64_t chunk = x.chunk, unpacked = chunk / 4 * QUAD_BYTES;
+// The codes of a block, one per byte.
+const uint8_t* unpacked(const Block& block, int64_t size) {
+  if (!block.weight.is_half) return block.codes;
   thread_local std::vector<uint8_t> scratch;
-  const uint8_t* codes = block.codes;
-  if (weight.is_half) {
-    scratch.resize(x.chunks * unpacked);
-    for (int64_t i = 0; i < x.chunks * unpacked / 2; i += QUAD_BYTES) {
-      const Codes both = load_codes(block.codes + i), low = both & 15, high = both >> 4;
-      std::memcpy(scratch.data() + 2 * i, &low, sizeof low);
-      std::memcpy(scratch.data() + 2 * i + QUAD_BYTES, &high, sizeof high);
-    }
-    codes = scratch.data();
+  scratch.resize(size);
+  for (int64_t i = 0; i < size / 2; i += QUAD_BYTES) {
+    const Codes both = load_codes(block.codes + i), low = both & 15, high = both >> 4;
+    std::memcpy(scratch.data() + 2 * i, &low, sizeof low);
+    std::memcpy(scratch.data() + 2 * i + QUAD_BYTES, &high, sizeof high);
   }
+  return scratch.data();
+}
+
+// All whole panels of rows [row, end) of a stretch; returns the first row that is left.
+int64_t matrix_tiles(const IntegerRows& x, int64_t stretch, int64_t row, int64_t end,
+                     const Block& block, const Target& target) {
+  const Weight& weight = block.weight;
+  const int64_t chunk = x.chunk, bytes = chunk / 4 * QUAD_BYTES, step = TILE_ROWS * chunk;
+  const uint8_t* codes = unpacked(block, x.chunks * bytes);
   const TileShape shape(chunk);
   alignas(64) int32_t sums[2][TILE_ROWS * FEATURES];
   for (; row + TILE_ROWS <= end; row += TILE_ROWS) {
-    const int8_t* codes_of_x = x.codes.data() + row * x.size;
+    const int64_t at = x.at(stretch, row);
+    const int8_t* codes_of_x = x.codes.data() + at * chunk;
     Vec acc[TILE_ROWS];
     UNROLL for (int m = 0; m < TILE_ROWS; ++m) acc[m] = Vec{};
+    GroupOf group = block.first_group();
     for (int64_t c = 0; c < x.chunks; c += 2) {
-      even_tile_product(codes_of_x + c * chunk, x.size, codes + c * unpacked, sums[0]);
+      even_tile_product(codes_of_x + c * step, chunk, codes + c * bytes, sums[0]);
       const bool has_two = c + 1 < x.chunks;
       if (has_two)
-        odd_tile_product(codes_of_x + (c + 1) * chunk, x.size, codes + (c + 1) * unpacked, sums[1]);
-      add_scaled(x, row, block, c, sums[0], acc);
-      if (has_two) add_scaled(x, row, block, c + 1, sums[1], acc);
+        odd_tile_product(codes_of_x + (c + 1) * step, chunk, codes + (c + 1) * bytes, sums[1]);
+      add_scaled(x, at + c * TILE_ROWS, weight, *group, sums[0], acc);
+      group.next();
+      if (has_two) add_scaled(x, at + (c + 1) * TILE_ROWS, weight, *group, sums[1], acc);
+      group.next();
     }
     UNROLL for (int m = 0; m < TILE_ROWS; ++m) target.put(row + m, acc + m);
   }
@@ -204,30 +244,27 @@ int64_t matrix_tiles(const IntegerRows& x, int64_t row, int64_t end, const Block
 }
 #else
 inline bool has_tiles() { return false; }
-inline int64_t matrix_tiles(const IntegerRows&, int64_t row, int64_t, const Block&, const Target&) {
+inline int64_t matrix_tiles(const IntegerRows&, int64_t, int64_t row, int64_t, const Block&, const Target&) {
   return row;
 }
-constexpr int TILE_ROWS = 16;
 #endif
 
 constexpr int MOST_ROWS = LANES == 16 ? 8 : 2;  // whose sums fit into the registers
+static_assert(PANEL % MOST_ROWS == 0);
 
-// Rows [row, end) of one block.
+// One block of a stretch of `end` rows. A register tile lies in one panel: those before it are full.
 template <bool half>
-void block_rows(const IntegerRows& x, int64_t row, int64_t end, const Block& block, const Target& target) {
-  if (end - row >= TILE_ROWS && has_tiles()) row = matrix_tiles(x, row, end, block, target);
-  for (; row + MOST_ROWS <= end; row += MOST_ROWS) tile<half, MOST_ROWS>(x, row, block, target);
+void block_rows(const IntegerRows& x, int64_t stretch, int64_t end, const Block& block,
+                const Target& target) {
+  int64_t row = 0;
+  if (end >= PANEL && has_tiles()) row = matrix_tiles(x, stretch, row, end, block, target);
+  const auto rows = [&] { return PanelRows{x, x.at(stretch, row), row}; };
+  for (; row + MOST_ROWS <= end; row += MOST_ROWS) tile<half, MOST_ROWS>(rows(), block, target);
   if constexpr (MOST_ROWS > 4)
-    for (; row + 4 <= end; row += 4) tile<half, 4>(x, row, block, target);
+    for (; row + 4 <= end; row += 4) tile<half, 4>(rows(), block, target);
   if constexpr (MOST_ROWS > 2)
-    for (; row + 2 <= end; row += 2) tile<half, 2>(x, row, block, target);
-  for (; row < end; ++row) tile<half, 1>(x, row, block, target);
-}
-
-void rows_of_block(const IntegerRows& x, int64_t row, int64_t end, const Block& block,
-                   const Target& target) {
-  block.weight.is_half ? block_rows<true>(x, row, end, block, target)
-                       : block_rows<false>(x, row, end, block, target);
+    for (; row + 2 <= end; row += 2) tile<half, 2>(rows(), block, target);
+  for (; row < end; ++row) tile<half, 1>(rows(), block, target);
 }
 
 // The scales or offsets of weights [.., blocks]: float32 or float16 [.., blocks, groups, 16].
@@ -283,11 +320,29 @@ Weight weight_of(const Tensor& codes, const Tensor& scales, const std::optional<
           format.bits == 4};
 }
 
-// The activations of one product. A thread keeps their memory for the next one.
-const IntegerRows& rounded(const Tensor& x, int64_t chunk) {
-  thread_local IntegerRows rows;
-  rows.round(static_cast<const float*>(x.data_ptr()), x.size(0), x.size(1), chunk);
-  return rows;
+// y [M, N] = the products of all stretches of x [M, K]. Rows of a stretch past the last weight are zeros.
+void multiply(const Tensor& x, const Weight& weight, const std::vector<Stretch>& stretches,
+              int64_t num_weights, Tensor& out) {
+  const int64_t M = x.size(0), K = x.size(1), N = weight.features;
+  thread_local IntegerRows rounded;  // a thread keeps its memory for the next product
+  const IntegerRows& rows = rounded;
+  rounded.round(static_cast<const float*>(x.data_ptr()), stretches, K, weight.chunk, weight.zero);
+  auto* y = static_cast<float*>(out.data_ptr());
+  const int64_t items = static_cast<int64_t>(stretches.size()) * weight.blocks;
+  parallel_for(items, M * K * N > WORTH_THREADS, [&](int64_t item) {
+    const int64_t stretch = item / weight.blocks, i = item % weight.blocks, n = i * FEATURES;
+    const auto [begin, end, which] = stretches[stretch];
+    const int64_t count = std::min(FEATURES, N - n);
+    float* to = y + begin * N + n;
+    if (which == num_weights) {
+      for (int64_t m = begin; m < end; ++m, to += N) std::fill_n(to, count, 0.0f);
+      return;
+    }
+    const Block block(weight, which * weight.blocks + i);
+    const Target target{to, N, count, weight.bias ? weight.bias + which * N + n : nullptr};
+    weight.is_half ? block_rows<true>(rows, stretch, end - begin, block, target)
+                   : block_rows<false>(rows, stretch, end - begin, block, target);
+  });
 }
 
 // x [M, K], out [M, N], and the tensors of one weight
@@ -298,13 +353,8 @@ void integer(Tensor x, Tensor codes, Tensor scales, std::optional<Tensor> offset
   expect("integer", "x", x, ScalarType::Float, {M, K});
   expect("integer", "out", out, ScalarType::Float, {M, N});
   const Weight weight = weight_of(codes, scales, offsets, bias, {bits, zero, group}, K, N, 3);
-  const IntegerRows& rows = rounded(x, weight.chunk);
-  auto* y = static_cast<float*>(out.data_ptr());
-  parallel_for(weight.blocks, M * K * N > WORTH_THREADS, [&](int64_t i) {
-    const int64_t n = i * FEATURES;
-    const Target target{y + n, N, std::min(FEATURES, N - n), weight.bias ? weight.bias + n : nullptr};
-    rows_of_block(rows, 0, M, Block(weight, i), target);
-  });
+  const int32_t starts[] = {0, static_cast<int32_t>(M)};
+  multiply(x, weight, stretches_of(starts, 1, M), 1, out);
 }
 
 // The same for experts: rows [starts[e], starts[e + 1]) are `integer` of the weight of expert e; the
@@ -319,21 +369,8 @@ void integer_grouped(Tensor x, Tensor codes, Tensor scales, std::optional<Tensor
   const Weight weight = weight_of(codes, scales, offsets, bias, {bits, zero, group}, K, N, 4);
   const int64_t experts = codes.size(0);
   expect("integer", "starts", starts, ScalarType::Int, {experts + 1});
-  const IntegerRows& rows = rounded(x, weight.chunk);
-  auto* y = static_cast<float*>(out.data_ptr());
-  const auto stretches = stretches_of(static_cast<const int32_t*>(starts.data_ptr()), experts, M);
-  const int64_t items = static_cast<int64_t>(stretches.size()) * weight.blocks;
-  parallel_for(items, M * K * N > WORTH_THREADS, [&](int64_t item) {
-    const auto [begin, end, expert] = stretches[item / weight.blocks];
-    const int64_t i = item % weight.blocks, n = i * FEATURES, count = std::min(FEATURES, N - n);
-    if (expert == experts) {
-      for (int64_t m = begin; m < end; ++m) std::fill_n(y + m * N + n, count, 0.0f);
-      return;
-    }
-    const float* its_bias = weight.bias ? weight.bias + expert * N + n : nullptr;
-    rows_of_block(rows, begin, end, Block(weight, expert * weight.blocks + i),
-                  {y + n, N, count, its_bias});
-  });
+  multiply(x, weight, stretches_of(static_cast<const int32_t*>(starts.data_ptr()), experts, M), experts,
+           out);
 }
 
 // Rows `ids` [T] of a weight as numbers: out [T, K].

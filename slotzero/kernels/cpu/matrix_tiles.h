@@ -13,7 +13,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-constexpr int TILE_ROWS = 16;
+constexpr int TILE_ROWS = 16;  // the same as PANEL in integer_rows.h
 
 inline bool has_tiles() {
   constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA

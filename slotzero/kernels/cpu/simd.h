@@ -85,6 +85,19 @@ static inline float lane_sum(Vec v) {
   return sum;
 }
 
+// The largest lane. The order of comparisons depends on the instruction set: lanes must be numbers.
+static inline float lane_max(Vec v) {
+#if !defined(SLOTZERO_PLAIN) && defined(__AVX512F__)
+  return _mm512_reduce_max_ps(v);
+#elif !defined(SLOTZERO_PLAIN) && defined(__ARM_NEON) && defined(__aarch64__)
+  return vmaxvq_f32(v);
+#else
+  float max = v[0];
+  UNROLL for (int i = 1; i < LANES; ++i) max = max < v[i] ? v[i] : max;
+  return max;
+#endif
+}
+
 [[maybe_unused]] static float dot(const float* a, const float* b, int64_t n) {
   Vec sums{};
   int64_t i = 0;
