@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import anthropic
 import pytest
 from asgi_clients import THOUGHT, TOOL_LOOP, call_text, engine, http_client, run
 from fake_engine import FakeClient, ask
@@ -21,6 +20,8 @@ ADD: Any = {"name": "add", "input_schema": {"type": "object"}}
 
 
 def client_of(fake: FakeClient, **given: Any) -> Any:
+    import anthropic  # here, because it takes seconds, and every process collects this file
+
     http = http_client(fake, **given)
     return anthropic.AsyncAnthropic(
         base_url="http://test", api_key="only-for-tests", http_client=http, max_retries=0
@@ -148,6 +149,8 @@ def test_a_call_that_is_cut_off_is_not_invented(text: str, limit: int) -> None:
 
 
 def test_errors_have_anthropics_shape() -> None:
+    import anthropic
+
     async def work() -> None:
         client = client_of(engine("x"))
         given = {"max_tokens": 5, "messages": USER}

@@ -1,5 +1,6 @@
 """Tests that speculation changes no token: every drafter, good or bad, against plain decoding."""
 
+import functools
 import json
 import random
 import tomllib
@@ -76,12 +77,23 @@ def answers(llm: LLM, prompts, params) -> list[tuple]:
     ]
 
 
+computed: dict[str, list[tuple]] = {}
+
+
+def plain_answers(prompts, params, model: str = "tiny:llama", **settings) -> list[tuple]:
+    """Return the answers of a model without drafts, each computed once for all tests."""
+    key = repr((prompts, params, model, settings))
+    if key not in computed:
+        computed[key] = answers(make(model, **settings), prompts, params)
+    return computed[key]
+
+
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_no_token_changes(drafter, params):
     prompts = prompts_of([5, 40, 17, 1, 60, 9], VOCAB)
-    plain, guessing = make(), make(**DRAFTERS[drafter])
-    assert answers(guessing, prompts, params) == answers(plain, prompts, params)
+    guessing = make(**DRAFTERS[drafter])
+    assert answers(guessing, prompts, params) == plain_answers(prompts, params)
     stats = guessing.engine.speculation
     # its best branch is always right, and the tree has others, too
     if drafter == "right tree" and params is GREEDY:
@@ -96,7 +108,7 @@ def test_no_token_changes(drafter, params):
 def test_any_number_of_drafts(steps):
     prompts = prompts_of([5, 40, 17], VOCAB)
     settings = DRAFTERS["right"] | {"speculative_steps": steps}
-    assert answers(make(**settings), prompts, GREEDY) == answers(make(), prompts, GREEDY)
+    assert answers(make(**settings), prompts, GREEDY) == plain_answers(prompts, GREEDY)
 
 
 @pytest.mark.parametrize("steps, topk, num", [(1, 8, 3), (2, 2, None), (5, 4, 20), (8, 8, 63)])
@@ -110,7 +122,7 @@ def test_trees_of_any_shape(steps, topk, num):
     }
     warm = replace(SAMPLED, frequency_penalty=0.0, repetition_penalty=1.0)
     params = [GREEDY, warm, SAMPLED]
-    assert answers(make(**settings), prompts, params) == answers(make(), prompts, params)
+    assert answers(make(**settings), prompts, params) == plain_answers(prompts, params)
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "sloppy", "ngram", "right tree"])
@@ -118,13 +130,13 @@ def test_trees_of_any_shape(steps, topk, num):
     "model", ["tiny:gemma3", "tiny:gemma4", "tiny:gpt-oss", "tiny:mimo-v2", "tiny:qwen3"]
 )
 def test_other_models(model, drafter):
-    prompts = prompts_of([5, 70, 17, 33], VOCAB)
+    """Two prompts end before a window of 24 tokens does, and their answers behind it."""
+    prompts, params = prompts_of([5, 70, 17, 33], VOCAB), replace(GREEDY, max_tokens=24)
     settings = dict(DRAFTERS[drafter])
     if "speculative_model" in settings:
         settings["speculative_model"] = model
-    assert answers(make(model, **settings), prompts, GREEDY) == answers(
-        make(model), prompts, GREEDY
-    )
+    expected = plain_answers(prompts, params, model)
+    assert answers(make(model, **settings), prompts, params) == expected
 
 
 @pytest.mark.parametrize("drafter", ["sloppy", "eagle3 tree"])
@@ -134,7 +146,7 @@ def test_recorded(drafter):
     recorded = {"backend": "cpu", "max_num_seqs": 2}
     guessing = make(**recorded, **DRAFTERS[drafter])
     params = [SAMPLED, GREEDY, SAMPLED]
-    assert answers(guessing, prompts, params) == answers(make(**recorded), prompts, params)
+    assert answers(guessing, prompts, params) == plain_answers(prompts, params, **recorded)
     cycle = guessing.engine.worker.cycles[guessing.engine.limits.max_width]
     assert all(runner.counts.replays > 5 for runner in cycle)
 
@@ -145,7 +157,7 @@ def test_chunks_prefixes_and_preemption(drafter):
     shared = prompts_of([48], VOCAB)[0]["prompt_token_ids"]
     tails = prompts_of([1, 9, 20, 33, 5, 30], VOCAB, seed=5)
     prompts = [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
-    expected = answers(make(), prompts, GREEDY)
+    expected = plain_answers(prompts, GREEDY)
     layers = 3 if drafter == "eagle3" else 4  # layers of the target and of the drafter
     page = layers * 16 * 2 * 2 * 16 * 4
     guessing = make(
@@ -161,7 +173,7 @@ def test_requests_with_and_without_drafts():
     prompts = prompts_of([5, 40, 17, 9], VOCAB)
     params = [replace(GREEDY, speculative=i % 2 == 0) for i in range(4)]
     guessing = make(**DRAFTERS["right"])
-    plain = answers(make(), prompts, GREEDY)
+    plain = plain_answers(prompts, GREEDY)
     outputs = guessing.generate(prompts, params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [row[0] for row in plain]
     num_rows = guessing.engine.speculation.num_drafts
@@ -178,14 +190,14 @@ RIGHT = pytest.mark.parametrize("right", ["right", "right tree"])
 def test_max_tokens_in_the_middle_of_right_drafts(max_tokens, right):
     prompts = prompts_of([5, 40], VOCAB)
     params = replace(GREEDY, max_tokens=max_tokens)
-    assert answers(make(**DRAFTERS[right]), prompts, params) == answers(make(), prompts, params)
+    assert answers(make(**DRAFTERS[right]), prompts, params) == plain_answers(prompts, params)
 
 
 @RIGHT
 def test_the_end_of_the_context(right):
     prompts = prompts_of([150, 120, 3], VOCAB)
     params = replace(GREEDY, max_tokens=None)
-    expected = answers(make(), prompts, params)
+    expected = plain_answers(prompts, params)
     assert {reason for _, reason, _ in expected} == {"length"}
     assert answers(make(**DRAFTERS[right]), prompts, params) == expected
 
@@ -194,11 +206,11 @@ def test_the_end_of_the_context(right):
 @RIGHT
 def test_stop_ids_in_the_middle_of_right_drafts(right):
     prompts = prompts_of([5, 40, 17], VOCAB)
-    plain = make()
-    for place in range(6, 14):
-        (tokens, *_), *_ = answers(plain, prompts, GREEDY)
-        params = replace(GREEDY, stop_token_ids=[tokens[place]])
-        expected = answers(plain, prompts, params)
+    shorter = replace(GREEDY, max_tokens=16)
+    (tokens, *_), *_ = plain_answers(prompts, shorter)
+    for place in range(6, 11):  # a verification has at most five tokens
+        params = replace(shorter, stop_token_ids=[tokens[place]])
+        expected = plain_answers(prompts, params)
         assert expected[0][1] == "stop"
         assert answers(make(**DRAFTERS[right]), prompts, params) == expected
 
@@ -248,7 +260,7 @@ def test_widths_that_change_all_the_time(drafter, monkeypatch):
     monkeypatch.setattr(
         guessing.engine.draft_widths.policy, "choose", lambda num_rows: rng.choice(widths)
     )
-    assert answers(guessing, prompts, SAMPLED) == answers(make(), prompts, SAMPLED)
+    assert answers(guessing, prompts, SAMPLED) == plain_answers(prompts, SAMPLED)
     assert set(guessing.engine.speculation.num_steps_by_width) >= {*widths[1:]}
 
 
@@ -279,9 +291,10 @@ def test_a_drafter_reads_only_what_it_has_computed(drafter, monkeypatch):
 
     monkeypatch.setattr(ledger, "_take", spoilt)
     monkeypatch.setattr(engine, "step", watched)
-    for _ in range(3):  # the next prompt continues where an answer has ended
+    params = replace(GREEDY, max_tokens=24)
+    for _ in range(2):  # the next prompt continues where an answer has ended
         for prompt in prompts:
-            outputs = llm.generate([prompt, prompts[-1]], GREEDY, use_tqdm=False)
+            outputs = llm.generate([prompt, prompts[-1]], params, use_tqdm=False)
             prompt["prompt_token_ids"] = (
                 prompt["prompt_token_ids"] + outputs[0].outputs[0].token_ids
             )
@@ -367,23 +380,25 @@ def test_cancelled_at_any_moment(right):
     assert engine.schedulers[0].slots.num_free == 4
 
 
+@functools.cache
+def counts_of(drafter: str, first_seed: int) -> torch.Tensor:
+    """Sample 800 answers of three tokens, and count the tokens at each place: [place, token]."""
+    llm = make(**DRAFTERS[drafter] if drafter else {}, max_num_seqs=64)
+    params = [
+        SamplingParams(temperature=1.5, top_k=4, seed=first_seed + i, max_tokens=3, ignore_eos=True)
+        for i in range(800)
+    ]
+    counts = torch.zeros(3, VOCAB)
+    for output in llm.generate([prompts_of([6], VOCAB)[0]] * 800, params, use_tqdm=False):
+        for place, token in enumerate(output.outputs[0].token_ids):
+            counts[place, token] += 1
+    return counts
+
+
 @RIGHT
 def test_the_distribution_is_that_of_the_target(right):
     """The two samples have different seeds, so that the distributions are compared."""
-    prompt = prompts_of([6], VOCAB)[0]
-    counts = []
-    for offset, settings in ((0, {}), (10_000, DRAFTERS[right])):
-        llm = make(**settings, max_num_seqs=16)
-        params = [
-            SamplingParams(temperature=1.5, top_k=4, seed=offset + i, max_tokens=3, ignore_eos=True)
-            for i in range(800)
-        ]
-        outputs = llm.generate([prompt] * 800, params, use_tqdm=False)
-        counts.append(torch.zeros(3, VOCAB))
-        for output in outputs:
-            for place, token in enumerate(output.outputs[0].token_ids):
-                counts[-1][place, token] += 1
-    for one, other in zip(*counts, strict=True):
+    for one, other in zip(counts_of("", 0), counts_of(right, 10_000), strict=True):
         seen = (one + other) > 10
         statistic = ((one - other).square() / (one + other))[seen].sum().item()
         freedom = int(seen.sum()) - 1

@@ -1,12 +1,14 @@
-"""One rank of a rank group that runs a list of jobs: `python ranked.py RANK SIZE JOBS.json`.
+"""The ranks of a rank group, which run a list of jobs: `python ranked.py SIZE JOBS.json`.
 
 Every rank runs the same engine for each job, and saves the tokens and logits of its answers in a
 file. With DP attention, rank 0 leads and the other ranks follow it. The ranks are started once for
-many models, which saves time; tests/distributed/test_parallel.py also starts ranks as a user does.
+many models, and forked after the imports, which saves time; tests/distributed/test_parallel.py also
+starts ranks as a user does.
 """
 
 import functools
 import json
+import multiprocessing
 import sys
 import traceback
 from dataclasses import replace
@@ -132,5 +134,11 @@ def mutate(job: dict, rank_group: RankGroup) -> dict:
 
 
 if __name__ == "__main__":
-    rank, size, file = sys.argv[1:]
-    main(int(rank), int(size), Path(file))
+    size, file = int(sys.argv[1]), Path(sys.argv[2])
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=main, args=(rank, size, file)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))

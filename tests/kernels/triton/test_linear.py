@@ -1,10 +1,10 @@
 """Tests of products over few rows against plain torch: all tiles, norm, gate, bias and residual."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
+from distinct_tiles import distinct
 from torch.nn import functional as F
 
 from slotzero.kernels.reference import ReferenceKernels
@@ -35,23 +35,13 @@ ACTIVATIONS = ["silu", "gelu_tanh", "clamped_silu"]
 
 
 def tiles_to_try(rows, inner, kind):
-    """Return the tiles to test: all of them on a GPU.
-
-    In the interpreter, stages make no difference, and warps only in a plain tile. Nor do 3 rows
-    differ from 5, except in a plain tile: any other tile pads them to 8.
-    """
-    tiles = tiles_for(rows, inner, kind)
-    if not INTERPRETED:
-        return tiles
-    seen = {
-        replace(
-            tile, stages=min(1, tile.stages), num_warps=tile.num_warps * (tile.slices == 1)
-        ): tile
-        for tile in tiles
-        if rows != 3 or tile.slices == 1
-    }
-    assert seen
-    return tuple(seen.values())
+    """Return the tiles to test. Three rows differ from five in plain tiles only: any other tile
+    pads them to 8."""
+    tiles = distinct(tiles_for(rows, inner, kind))
+    if INTERPRETED and rows == 3:
+        tiles = [tile for tile in tiles if tile.slices == 1]
+    assert tiles
+    return tiles
 
 
 def made(rows, out, inner, device, half):
