@@ -21,6 +21,7 @@ from slotzero.checkpoint.folder import (
     FolderCheckpoint,
     folder_config,
     folder_eos_token_ids,
+    folder_modules,
     folder_sampling,
 )
 from slotzero.checkpoint.gguf import GgufCheckpoint
@@ -116,6 +117,7 @@ def _open_folder(path: Path, name: str | None, dummy: bool, model_impl: str | No
         eos_token_ids=folder_eos_token_ids(path),
         make_tokenizer=partial(Tokenizer.from_folder, path),
         sampling=partial(folder_sampling, path),
+        modules=partial(folder_modules, path),
     )
 
 

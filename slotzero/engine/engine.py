@@ -98,6 +98,9 @@ class Engine:
             self.worker.model.max_position,
             self.worker.vocab_size,
             checkpoint.eos_token_ids,
+            self.worker.pooling,
+            # drafts have positions after the prompt
+            self.limits.max_model_len - (self.limits.ahead > 0),
         )
         self.admission = GrammarAdmission(self._grammars(config, checkpoint), self.lock)
         self.schedulers = _schedulers(config, self.worker)
@@ -408,6 +411,8 @@ class Engine:
         self.draft_widths.learn(step, results)
         if step.is_scored:
             self._take_scores(step, results)
+        if step.is_pooled:
+            self._take_vectors(step, results)
         committed = [
             scheduler.commit(rows, sampled)
             for scheduler, rows, sampled in zip(
@@ -441,6 +446,15 @@ class Engine:
                     num_top = row.request.params.prompt_logprobs or 0
                     handle.take_scores(row.start, of_rank.scores(first, num, num_top))
                 first += row.count
+
+    def _take_vectors(self, step: Step, results: Sequence[Results]) -> None:
+        """Give their vectors to the requests whose prompts were completed in this step."""
+        for rows, of_rank in zip(step.rows_by_dp_rank, results, strict=True):
+            for i, row in enumerate(rows):
+                handle = self._handles.get(row.request.id)
+                is_complete = row.is_pooled and row.samples
+                if is_complete and handle is not None and handle.request is row.request:
+                    handle.vector = of_rank.vector(i)
 
     def _extend_output(self, handle: RequestHandle, num_new: int) -> int:
         """Show the new tokens to the request's OutputText, and end the request if a stop string is

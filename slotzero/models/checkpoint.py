@@ -5,7 +5,7 @@ their values are laid out in memory.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -66,6 +66,13 @@ class Checkpoint(ABC):
         """
         return {}
 
+    def modules(self) -> Sequence[tuple[str, Mapping[str, Any]]]:
+        """Return the modules of sentence-transformers, each with its type and its config.
+
+        They come from modules.json, if there is one.
+        """
+        return ()
+
 
 class CheckpointView(Checkpoint):
     """Wrapper that presents some tensors of another checkpoint differently from how it stores them.
@@ -84,3 +91,6 @@ class CheckpointView(Checkpoint):
 
     def sampling(self) -> Mapping[str, Any]:
         return self._stored.sampling()
+
+    def modules(self) -> Sequence[tuple[str, Mapping[str, Any]]]:
+        return self._stored.modules()
