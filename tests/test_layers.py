@@ -20,6 +20,7 @@ LAYERS = (
     "training",
     "bench",
     "llm",
+    "vectors",
     "certify",
     "engine",
     "executor",

@@ -37,6 +37,7 @@ from slotzero.grammars.limits import GrammarLimits
 from slotzero.grammars.pool import Grammars
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.implementation import parse_model
+from slotzero.models.pooling import Pooling
 from slotzero.pools.slots import SlotPool
 from slotzero.request import Request
 from slotzero.sampling.params import SamplingParams
@@ -210,6 +211,11 @@ class Engine:
     @property
     def eos_token_ids(self) -> Sequence[int]:
         return self.request_factory.eos_token_ids
+
+    @property
+    def pooling(self) -> Pooling:
+        """How vectors of prompts are made."""
+        return self.worker.pooling
 
     @property
     def speculation(self) -> SpeculationStats | None:
