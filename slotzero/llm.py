@@ -251,9 +251,7 @@ class LLM:
                 job.text,
                 job.tokens,
                 EmbeddingOutput(
-                    pooling.embedding(
-                        _vector(handle), params.dimensions, params.normalize
-                    ).tolist()
+                    pooling.embedding(_vector(handle), params.dimensions, params.normalize).tolist()
                 ),
                 handle.request.num_found,
                 handle.weight_version,

@@ -45,9 +45,7 @@ class RequestFactory:
             seed=params.seed or 0,  # the engine draws one where none was given
             arrival=0,
             stop_ids=stop_ids,
-            max_len=len(tokens) + (
-                1 if params.pooled else min(params.max_tokens or room, room)
-            ),
+            max_len=len(tokens) + (1 if params.pooled else min(params.max_tokens or room, room)),
             is_averaged=params.pooled and self.pooling.kind == "mean",
         )
 

@@ -64,8 +64,8 @@ class Pooling:
             return
         if not self.is_matryoshka:
             raise RequestError(
-                "dimensions: this model was not trained for shorter embeddings (Matryoshka), as far "
-                'as its config.json says; leave it out, or set "is_matryoshka": true there',
+                "dimensions: by its config.json, this model was not trained for shorter embeddings "
+                '(Matryoshka); leave it out, or set "is_matryoshka": true there',
                 "dimensions",
             )
         if self.matryoshka_dimensions and dimensions not in self.matryoshka_dimensions:
@@ -99,7 +99,9 @@ def similarity(a: Vector, b: Vector) -> float:
     return float(one @ other) / max(product, 1e-12)
 
 
-def read_pooling(checkpoint: Checkpoint, size: int, wanted: str, score_tokens: str | None) -> Pooling:
+def read_pooling(
+    checkpoint: Checkpoint, size: int, wanted: str, score_tokens: str | None
+) -> Pooling:
     """Return how this checkpoint's vectors are made. `size`: of a hidden state; `wanted`: last or
     mean, or auto for what the checkpoint says; `score_tokens`: two tokens, as in "no,yes"."""
     if score_tokens is not None:

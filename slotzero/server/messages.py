@@ -51,6 +51,8 @@ class TokenDelta(Struct, array_like=True, frozen=True):
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs] = []
     """Of the prompt's tokens from the second on; with the first new token, if wanted."""
+    vector: bytes = b""
+    """Of the prompt, if wanted: float32, little-endian. The last delta then has no tokens."""
 
 
 class Progress(Struct, tag="progress", array_like=True, frozen=True):

@@ -6,17 +6,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import check_nothing_leaked
 from oracle import Oracle
 from traced import prompts_of
 
-from slotzero import LLM, PoolingParams, SamplingParams
-from slotzero.vectors import POOLED
+from slotzero import LLM, PoolingParams
 
 pytestmark = pytest.mark.slow
 
 LENGTHS = [1, 2, 19, 40, 64]
-FAMILIES = ("llama", "gemma3", "cohere", "deepseek-v3", "qwen3-moe", "gpt-oss", "qwen3-next", "lfm2")
+FAMILIES = (
+    "llama",
+    "gemma3",
+    "cohere",
+    "deepseek-v3",
+    "qwen3-moe",
+    "gpt-oss",
+    "qwen3-next",
+    "lfm2",
+)
 """Plain, sliding window, LayerNorm, MLA, MoE, sinks, recurrent, short convolutions."""
 
 
@@ -28,11 +35,11 @@ def start(oracle: Oracle | str, pooling: str, **settings: Any) -> LLM:
 
 def vectors(llm: LLM, prompts: Sequence[Any]) -> np.ndarray:
     outputs = llm.embed(prompts, False, pooling_params=PoolingParams(normalize=False))
-    check_nothing_leaked_in(llm)
+    check_idle(llm)
     return np.array([output.outputs.embedding for output in outputs])
 
 
-def check_nothing_leaked_in(llm: LLM) -> None:
+def check_idle(llm: LLM) -> None:
     llm.engine.check()
     assert not llm.engine.has_work and llm.engine._handles == {}
 
