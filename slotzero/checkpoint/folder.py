@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from slotzero.checkpoint.bare_model import causal_config
 from slotzero.checkpoint.text_part import text_config
 from slotzero.errors import (
     CorruptCheckpointError,
@@ -129,7 +130,7 @@ def folder_config(path: Path) -> dict[str, Any]:
         found = sorted(file.name for file in path.glob("*.gguf"))
         remedy = f"pass the file {path / found[0]}" if found else "pass a folder that has one"
         raise ModelNotFoundError(f"{path} has no config.json; {remedy}")
-    config = text_config(read_json(path / "config.json"))
+    config = causal_config(text_config(read_json(path / "config.json")))
     exported = read_json_if_there(path / _MODELOPT)
     if exported and "quantization_config" not in config:
         config["quantization_config"] = {"quant_method": "modelopt", **exported}

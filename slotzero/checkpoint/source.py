@@ -16,6 +16,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+from slotzero.checkpoint.bare_model import whole_model
 from slotzero.checkpoint.dummy import DummyCheckpoint
 from slotzero.checkpoint.folder import (
     FolderCheckpoint,
@@ -110,7 +111,7 @@ def _open_folder(path: Path, name: str | None, dummy: bool, model_impl: str | No
     if model_impl is not None:
         refuse_unknown(folder_config(path), model_impl)
     if not dummy:
-        return separate_experts(text_part(FolderCheckpoint(path, name)))
+        return separate_experts(whole_model(text_part(FolderCheckpoint(path, name))))
     return DummyCheckpoint(
         folder_config(path),
         name or path.resolve().name,

@@ -102,6 +102,7 @@ class Engine:
             self.worker.pooling,
             # drafts have positions after the prompt
             self.limits.max_model_len - (self.limits.ahead > 0),
+            checkpoint.has_head,
         )
         self.admission = GrammarAdmission(self._grammars(config, checkpoint), self.lock)
         self.schedulers = _schedulers(config, self.worker)

@@ -23,11 +23,18 @@ class RequestFactory:
     pooling: Pooling
     max_pooled_len: int
     """Longest prompt of which a vector can be computed."""
+    generates: bool = True
+    """Whether the model has a language model head."""
 
     def create(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Request:
         """Create a request without seed, arrival and grammar; raises RequestError."""
         if params.pooled and self.pooling.refusal:
             raise RequestError(self.pooling.refusal)
+        if not (params.pooled or self.generates):
+            raise RequestError(
+                "this checkpoint has no lm_head, so it cannot generate: use LLM.embed or "
+                "/v1/embeddings"
+            )
         tokens = self._token_ids(prompt, params)
         self._check_vocabulary(tokens, params)
         stop_ids = params.ends_at(self.eos_token_ids)

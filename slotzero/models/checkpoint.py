@@ -36,6 +36,9 @@ class Checkpoint(ABC):
     name: str
     config: Mapping[str, Any]
     eos_token_ids: tuple[int, ...]
+    has_head: bool = True
+    """Whether there are logits. Without, the config ties the head to the embedding, and what it
+    would compute has no meaning."""
 
     @abstractmethod
     def names(self) -> Collection[str]:
@@ -85,6 +88,7 @@ class CheckpointView(Checkpoint):
         self.name = stored.name
         self.config = stored.config
         self.eos_token_ids = stored.eos_token_ids
+        self.has_head = stored.has_head
 
     def tokenizer(self) -> "Tokenizer":
         return self._stored.tokenizer()

@@ -105,6 +105,8 @@ def read_pooling(
     """Return how this checkpoint's vectors are made. `size`: of a hidden state; `wanted`: last or
     mean, or auto for what the checkpoint says; `score_tokens`: two tokens, as in "no,yes"."""
     if score_tokens is not None:
+        if not checkpoint.has_head:
+            raise ConfigError(f"score_tokens={score_tokens!r}: the checkpoint has no lm_head")
         labels = _labels(checkpoint, score_tokens)
         return Pooling("labels", NUM_LABELS, labels=labels, is_expected=True)
     config = checkpoint.config
