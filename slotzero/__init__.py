@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from slotzero.llm import LLM, CompletionOutput, RequestOutput, StreamChunk
     from slotzero.sampling.params import SamplingParams
     from slotzero.sampling.structured import StructuredOutputs
+    from slotzero.vectors import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
 
 __version__ = "0.1.0"
 
@@ -22,13 +23,19 @@ _HOMES = {
     "StreamChunk": "slotzero.llm",
     "SamplingParams": "slotzero.sampling.params",
     "StructuredOutputs": "slotzero.sampling.structured",
+    "EmbeddingRequestOutput": "slotzero.vectors",
+    "PoolingParams": "slotzero.vectors",
+    "ScoringRequestOutput": "slotzero.vectors",
 }
 
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StreamChunk",
     "StructuredOutputs",
 ]

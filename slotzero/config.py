@@ -27,6 +27,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 SANITIZE_ACTIONS = ("log", "raise", "fallback")
 EXECUTORS = ("local", "ray")
 GENERATION_CONFIGS = ("auto", "none")
+POOLINGS = ("auto", "last", "mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,15 @@ class EngineConfig:
     """Default temperature, top_k, top_p, min_p and repetition_penalty of requests to a server and
     of calls without parameters: auto takes them from the model's generation_config.json, none uses
     the engine's defaults. The commands chat and generate have their own defaults."""
+    pooling: str = "auto"
+    """Hidden states that become the embedding of a prompt: last (of its last token), mean (of all
+    its tokens), or auto for what a checkpoint of sentence-transformers says, else last."""
+    score_tokens: str | None = None
+    """For rerankers that answer in words, such as Qwen3-Reranker: the two answers, as in no,yes. A
+    score is the probability of the second. Without it, scores are similarities of embeddings."""
+    score_template: str | None = None
+    """With --score-tokens: Jinja template that renders a query and a document as a prompt, a file
+    or the text itself (default: that of Qwen3-Reranker)."""
     dtype: str = "auto"
     """Data type of unquantised weights and activations: auto is the checkpoint's dtype on a GPU
     (float16 for a large GGUF file), and float32 on a CPU."""
@@ -196,6 +206,11 @@ class EngineConfig:
                 self.generation_config in GENERATION_CONFIGS,
                 f"must be one of {', '.join(GENERATION_CONFIGS)}",
             ),
+            (
+                "pooling",
+                self.pooling in POOLINGS,
+                f"must be one of {', '.join(POOLINGS)}",
+            ),
             ("max_model_len", _positive(self.max_model_len), "must be at least 1"),
             ("max_num_seqs", _positive(self.max_num_seqs), "must be at least 1"),
             (
@@ -262,6 +277,7 @@ class EngineConfig:
         self._check_speculation()
         self._check_details("sanitize", "off", "set it to sample or full")
         self._check_nodes()
+        self._check_scores()
         if self.enforce_eager and self.backend not in ("auto", "eager"):
             raise ConfigError(f"enforce_eager contradicts backend={self.backend!r}: drop one")
 
@@ -281,6 +297,17 @@ class EngineConfig:
             )
         if self.tree is not None and self.speculative == "ngram":
             raise ConfigError("speculative_topk: the ngram drafter has no draft trees; drop it")
+
+    def _check_scores(self) -> None:
+        if self.score_template is not None and self.score_tokens is None:
+            raise ConfigError(
+                "score_template has no effect without score_tokens: set that to two tokens, such "
+                "as no,yes"
+            )
+        if self.score_tokens is not None and self.pooling != "auto":
+            raise ConfigError(
+                f"pooling={self.pooling!r} has no effect with score_tokens: drop one of them"
+            )
 
     def _check_nodes(self) -> None:
         if not self.node_rank and self.tensor_parallel_size % self.nnodes:  # node 0 decides

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from slotzero.certify.start import start_engine
 from slotzero.checkpoint.given import Given
 from slotzero.config import DEFAULT_MODEL, EngineConfig
@@ -15,11 +17,22 @@ from slotzero.engine.output_text import OutputText
 from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import ConfigError, RequestError, StepFailedError, TokenizerMissingError
 from slotzero.executor.results import RowLogprobs
+from slotzero.models.pooling import Vector, similarity
 from slotzero.sampling.params import SamplingParams
 from slotzero.system.interrupt import uninterrupted
 from slotzero.system.progress import prompts_bar
 from slotzero.text.chat_template import reserved_variable, template_message
+from slotzero.text.score_template import ScoreTemplate, template_variables
 from slotzero.text.tokenizer import Tokenizer
+from slotzero.vectors import (
+    POOLED,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingParams,
+    ScoringOutput,
+    ScoringRequestOutput,
+    pairs,
+)
 
 Prompt = str | list[int] | Mapping[str, Any]  # a dict has "prompt" or "prompt_token_ids"
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -127,6 +140,7 @@ class LLM:
         config = EngineConfig(model=model, **settings)
         if config.skip_tokenizer_init and config.chat_template is not None:
             raise ConfigError("chat_template contradicts skip_tokenizer_init: drop one")
+        self._score_template = ScoreTemplate(config.score_template)
         self.engine = start_engine(config)
         self._ids = itertools.count()
 
@@ -153,7 +167,7 @@ class LLM:
         reason; other answers are not affected. If a step fails, every thread with requests in it
         gets an exception: the thread that ran the step the error itself, others a StepFailedError.
         """
-        return self._run(self._jobs(prompts, sampling_params), use_tqdm)
+        return self._run(self._answer_jobs(prompts, sampling_params), use_tqdm)
 
     def chat(
         self,
@@ -178,7 +192,7 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self._run(self._jobs(prompts, sampling_params), use_tqdm)
+        return self._run(self._answer_jobs(prompts, sampling_params), use_tqdm)
 
     def chat_prompts(
         self,
@@ -219,6 +233,93 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": tokens})
         return prompts
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embeddings of prompts in their order; see EngineConfig.pooling."""
+        params, pooling = pooling_params or PoolingParams(), self.engine.pooling
+        pooling.check_embeds()
+        pooling.check_dimensions(params.dimensions)
+        jobs = self._jobs(prompts, POOLED)
+        return [
+            EmbeddingRequestOutput(
+                handle.request.id,
+                job.text,
+                job.tokens,
+                EmbeddingOutput(
+                    pooling.embedding(_vector(handle), params.dimensions, params.normalize).tolist()
+                ),
+                handle.request.num_found,
+                handle.weight_version,
+            )
+            for job, (handle,) in zip(jobs, self._answers(jobs, use_tqdm), strict=True)
+        ]
+
+    def score(
+        self,
+        data_1: str | list[str],
+        data_2: str | list[str],
+        *,
+        use_tqdm: bool = True,
+        instruction: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Score pairs of texts: one text (a query) with each of a list, or texts at the same place.
+
+        With `score_tokens`, a score is the probability that the model answers with the second of
+        them, in which the instruction and other variables are for the score template. Without, it
+        is the cosine similarity of the embeddings.
+        """
+        chosen = pairs(data_1, data_2)
+        variables = template_variables(instruction, chat_template_kwargs)
+        one, other = ([d] if isinstance(d, str) else list(d) for d in (data_1, data_2))
+        if not all(isinstance(text, str) for text in (*one, *other)):
+            raise RequestError("texts to score must be strings")
+        if self.engine.pooling.kind == "labels":
+            return self._judged([(one[i], other[j]) for i, j in chosen], variables, use_tqdm)
+        if variables:
+            raise RequestError(
+                f"{next(iter(variables))}: only with --score-tokens; this model compares embeddings"
+            )
+        embeddings = self.embed([*one, *other], use_tqdm)
+        made = []
+        for i, j in chosen:
+            a, b = embeddings[i], embeddings[len(one) + j]
+            vectors = (np.array(e.outputs.embedding, np.float32) for e in (a, b))
+            made.append(
+                ScoringRequestOutput(
+                    b.request_id,
+                    a.prompt_token_ids + b.prompt_token_ids,
+                    ScoringOutput(similarity(*vectors)),
+                    a.num_cached_tokens + b.num_cached_tokens,
+                    b.weight_version,
+                )
+            )
+        return made
+
+    def _judged(
+        self, texts: Sequence[tuple[str, str]], variables: Mapping[str, Any], use_tqdm: bool
+    ) -> list[ScoringRequestOutput]:
+        """Score pairs of texts by the answers of the model."""
+        tokenizer, pooling = self.get_tokenizer(), self.engine.pooling
+        prompts = [self._score_template.render(*pair, variables) for pair in texts]
+        tokens: list[Prompt] = [tokenizer.encode(p, add_special_tokens=False) for p in prompts]
+        jobs = self._jobs(tokens, POOLED)
+        return [
+            ScoringRequestOutput(
+                handle.request.id,
+                job.tokens,
+                ScoringOutput(pooling.probability(_vector(handle))),
+                handle.request.num_found,
+                handle.weight_version,
+            )
+            for job, (handle,) in zip(jobs, self._answers(jobs, use_tqdm), strict=True)
+        ]
+
     def update_weights(
         self,
         weights: Given | str | Path,
@@ -240,7 +341,7 @@ class LLM:
         Closing the generator early cancels the rest. Failures are reported as by `generate`, in the
         last chunk of an answer.
         """
-        return self._stream(self._jobs(prompts, sampling_params))
+        return self._stream(self._answer_jobs(prompts, sampling_params))
 
     def _stream(self, jobs: list[_Job]) -> Generator[StreamChunk, None, None]:
         answers: list[list[RequestHandle]] = []
@@ -265,6 +366,12 @@ class LLM:
                 _raise_if_lost(changed)
         finally:
             self._cancel(answers)
+
+    def _answer_jobs(self, prompts: Prompt | Sequence[Prompt], params: Params) -> list[_Job]:
+        jobs = self._jobs(prompts, params)
+        if any(its.pooled for job in jobs for its in job.params):
+            raise RequestError("pooled: a vector is not an answer; use LLM.embed", "pooled")
+        return jobs
 
     def _jobs(self, prompts: Prompt | Sequence[Prompt], params: Params) -> list[_Job]:
         """Validate all prompts and parameters before any request is queued."""
@@ -340,6 +447,11 @@ class LLM:
                     self.engine.cancel(answer.request.id)
 
     def _run(self, jobs: list[_Job], show_progress: bool) -> list[RequestOutput]:
+        answers = self._answers(jobs, show_progress)
+        return [self._output(job, its) for job, its in zip(jobs, answers, strict=True)]
+
+    def _answers(self, jobs: list[_Job], show_progress: bool) -> list[list[RequestHandle]]:
+        """Run the requests of all prompts to their ends; return the answers of each prompt."""
         answers: list[list[RequestHandle]] = []
         changes = _Changes()
         num_answers = sum(len(job.params) for job in jobs)
@@ -360,7 +472,7 @@ class LLM:
                         del num_tokens[request_id]
         finally:
             self._cancel(answers)
-        return [self._output(job, its) for job, its in zip(jobs, answers, strict=True)]
+        return answers
 
     def _output(self, job: _Job, answers: list[RequestHandle]) -> RequestOutput:
         return RequestOutput(
@@ -414,6 +526,12 @@ class LLM:
         if self.engine.tokenizer is None:
             return None
         return self.engine.tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _vector(handle: RequestHandle) -> Vector:
+    if handle.vector is None:
+        raise StepFailedError("a weight update has aborted this request: send it again")
+    return handle.vector
 
 
 def _next_chunk(answer: RequestHandle, prompt_index: int, index: int) -> StreamChunk:

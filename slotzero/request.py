@@ -51,9 +51,13 @@ class Request:
     stop_ids: frozenset[int]
     """All tokens that end the answer, from end-of-sequence, ignore_eos and stop_token_ids."""
     max_len: int
-    """Length of the prompt plus max_tokens, at most the context length."""
+    """Length of the prompt plus max_tokens, at most the context length. With a vector instead of an
+    answer, length of the prompt plus 1: a step samples after the prompt, and the token is dropped.
+    """
     grammar: Grammar | None = None
     """Grammar state after the committed tokens."""
+    is_averaged: bool = False
+    """Whether its vector is the mean of the hidden states of all its tokens."""
 
     output_token_ids: list[int] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
@@ -100,8 +104,10 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether it may begin after a cached prefix. The tokens of that are not scored."""
-        return self.params.prompt_logprobs is None or bool(self.output_token_ids)
+        """Whether it may begin after a cached prefix. The tokens of that are neither scored nor
+        averaged."""
+        is_scored = self.params.prompt_logprobs is not None and not self.output_token_ids
+        return not (is_scored or self.is_averaged)
 
     def is_scored_at(self, position: int) -> bool:
         """Return whether the token after this position is one of the prompt and to be scored."""

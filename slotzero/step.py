@@ -30,6 +30,8 @@ class Row(NamedTuple):  # creating one is a microsecond faster than a frozen dat
     """Maximum number of new tokens: all drafts, and one more."""
     is_scored: bool = False
     """Whether log probabilities are wanted of the prompt's tokens after these."""
+    is_pooled: bool = False
+    """Whether these tokens are part of a prompt of which a vector is wanted."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,15 @@ class Step:
         return any(row.is_scored for row in self.rows)
 
     @cached_property
+    def is_pooled(self) -> bool:
+        return any(row.is_pooled for row in self.rows)
+
+    @cached_property
     def is_decode(self) -> bool:
         """Whether every row computes one token, `tokens[slot, length]`, and samples the next.
 
         The last chunk of a prompt can be such a row. An earlier chunk of one token cannot: sampling
-        after it would overwrite a token of the prompt.
+        after it would overwrite a token of the prompt. Only prefill computes vectors.
         """
-        return self.width == 1 and all(row.count == 1 and row.samples for row in self.rows)
+        is_plain = self.width == 1 and not self.is_pooled
+        return is_plain and all(row.count == 1 and row.samples for row in self.rows)

@@ -21,6 +21,7 @@ LAYERS = (
     "training",
     "bench",
     "llm",
+    "vectors",
     "certify",
     "engine",
     "executor",

@@ -16,6 +16,7 @@ from torch import Tensor
 from slotzero.certify.checks import Bounds
 from slotzero.certify.dummy_requests import dummy_requests
 from slotzero.certify.mirror import mirrored
+from slotzero.certify.reach import has
 from slotzero.certify.scenario import Scenario, memory_of
 from slotzero.certify.synthetic_requests import (
     Access,
@@ -29,6 +30,7 @@ from slotzero.graph.registry import Entry
 from slotzero.kernels.float8_kv import to_codes
 from slotzero.pools.states import SNAPSHOT_ROWS, SNAPSHOTS, STATES, stored
 from slotzero.runners.passes import COUNTS, SLOTS
+from slotzero.runners.pooler import POOLED_SUMS
 from slotzero.speculative.drafter import FEATURES, SPECULATION_TABLES
 from slotzero.speculative.tree import PARENTS
 
@@ -54,11 +56,12 @@ class Mask(NamedTuple):
 
 def states_of(engine: Engine) -> tuple[str, ...]:
     """Return the tables that only the device writes: states of the drafter and of recurrent layers,
-    and snapshots of those."""
+    snapshots of those, and sums of hidden states."""
     worker = engine.worker
+    sums = (POOLED_SUMS,) if has(worker.registry, POOLED_SUMS) else ()
     drafter = () if worker.drafter is None else (FEATURES, *worker.drafter.states)
     layers = () if worker.states is None else stored(STATES, worker.states)
-    return (*drafter, *layers, *snapshots_of(engine))
+    return (*drafter, *layers, *snapshots_of(engine), *sums)
 
 
 def snapshots_of(engine: Engine) -> tuple[str, ...]:

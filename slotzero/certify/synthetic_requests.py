@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from slotzero.certify.dummy_requests import DummyRequests
-from slotzero.certify.reach import is_drafter, reads_target
+from slotzero.certify.reach import has, is_drafter, reads_target
 from slotzero.certify.scenario import kind_of
 from slotzero.engine.engine import Engine
 from slotzero.errors import RequestError
@@ -17,6 +17,7 @@ from slotzero.graph import Runner
 from slotzero.pools.pages import KvPool
 from slotzero.pools.states import STATES, stored
 from slotzero.request import Request
+from slotzero.runners.pooler import POOLED, POOLED_SUMS
 from slotzero.sampling.params import SamplingParams
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
@@ -154,6 +155,7 @@ class SyntheticRequestBuilder:
         self._num_turns = 1 if drafter is None else drafter.num_turns
         self._reads_target = reads_target(engine.worker.registry)
         self._recurrent = engine.worker.states
+        self._sums = has(engine.worker.registry, POOLED_SUMS)
 
     def admit(self, count: int) -> SyntheticRequest:
         """Admit one request. `count`: tokens that the step computes for it, for runners without a
@@ -176,6 +178,8 @@ class SyntheticRequestBuilder:
         self._leave(request)
         accesses = {"tokens": Access.over(len(tokens), len(tokens) + 1 - more)}
         accesses |= self._states_from(start, resumes)
+        if self._sums and POOLED in self._runner.spec.writes:
+            accesses[POOLED_SUMS] = WRITTEN if start == 0 else CHANGED
         kv_accesses: KvAccesses = dict.fromkeys(self._kv, (Access.over(start, start + count),))
         if self._engine.worker.cycles and self._runner.spec.rows is not None:
             accesses |= self._passes_on(start)

@@ -7,7 +7,7 @@ in any order of reading, and on every machine with the same version of torch.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, final
 
@@ -36,6 +36,7 @@ class DummyCheckpoint(Checkpoint):
         eos_token_ids: tuple[int, ...],
         make_tokenizer: Callable[[], Tokenizer],
         sampling: Callable[[], Mapping[str, Any]] = dict,
+        modules: Callable[[], Sequence[tuple[str, Mapping[str, Any]]]] = tuple,
         seed: int = 0,
     ) -> None:
         self.name = name
@@ -43,6 +44,7 @@ class DummyCheckpoint(Checkpoint):
         self.eos_token_ids = eos_token_ids
         self._make_tokenizer = make_tokenizer
         self._sampling = sampling
+        self._modules = modules
         self._seed = seed
 
     @cached_property
@@ -70,6 +72,9 @@ class DummyCheckpoint(Checkpoint):
 
     def sampling(self) -> Mapping[str, Any]:
         return self._sampling()
+
+    def modules(self) -> Sequence[tuple[str, Mapping[str, Any]]]:
+        return self._modules()
 
 
 def tensor_seed(seed: int, name: str) -> int:

@@ -8,7 +8,7 @@ minutes of loading. Tensors that the index does not list are available too; the 
 which tensors are allowed.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from slotzero.checkpoint.bare_model import causal_config
 from slotzero.checkpoint.text_part import text_config
 from slotzero.errors import (
     CorruptCheckpointError,
@@ -25,12 +26,18 @@ from slotzero.errors import (
 )
 from slotzero.models.checkpoint import Checkpoint, Part
 from slotzero.sampling.params import SamplingParams
-from slotzero.system.json_file import read_json, read_json_if_there, token_ids
+from slotzero.system.json_file import (
+    read_json,
+    read_json_if_there,
+    read_json_list,
+    token_ids,
+)
 from slotzero.text.tokenizer import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _GENERATION = "generation_config.json"
+_MODULES = "modules.json"
 _MODELOPT = "hf_quant_config.json"  # of older exports; newer ones have it in config.json
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -78,6 +85,9 @@ class FolderCheckpoint(Checkpoint):
     def sampling(self) -> Mapping[str, Any]:
         return folder_sampling(self._path)
 
+    def modules(self) -> Sequence[tuple[str, Mapping[str, Any]]]:
+        return folder_modules(self._path)
+
     def _find_tensors(self) -> dict[str, Path]:
         if (self._path / _INDEX).is_file():
             return self._follow_index(self._path / _INDEX)
@@ -120,7 +130,7 @@ def folder_config(path: Path) -> dict[str, Any]:
         found = sorted(file.name for file in path.glob("*.gguf"))
         remedy = f"pass the file {path / found[0]}" if found else "pass a folder that has one"
         raise ModelNotFoundError(f"{path} has no config.json; {remedy}")
-    config = text_config(read_json(path / "config.json"))
+    config = causal_config(text_config(read_json(path / "config.json")))
     exported = read_json_if_there(path / _MODELOPT)
     if exported and "quantization_config" not in config:
         config["quantization_config"] = {"quant_method": "modelopt", **exported}
@@ -149,6 +159,20 @@ def folder_sampling(path: Path) -> dict[str, Any]:
         raise CorruptCheckpointError(
             f"{file}: {error}; correct it, or use --generation-config none"
         ) from None
+    return found
+
+
+def folder_modules(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    """Read the modules of sentence-transformers from modules.json, if it exists."""
+    file = path / _MODULES
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for module in read_json_list(file) if file.is_file() else ():
+        kind, folder = module.get("type"), module.get("path")
+        if not isinstance(kind, str) or not isinstance(folder, str) or ".." in Path(folder).parts:
+            raise CorruptCheckpointError(
+                f"{file}: the module {module} needs a type and a path; download it again"
+            )
+        found.append((kind, read_json_if_there(path / folder / "config.json") if folder else {}))
     return found
 
 

@@ -5,6 +5,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from slotzero.checkpoint.bare_model import whole_model
 from slotzero.checkpoint.joint_experts import separate_experts
 from slotzero.checkpoint.text_part import text_part
 from slotzero.errors import TokenizerMissingError, WeightUpdateError
@@ -33,7 +34,7 @@ def given_checkpoint(config: Mapping[str, Any], given: Given) -> Checkpoint:
             raise WeightUpdateError(f"{NAME}: tensor {name} is given twice")
         tensor = tensor.detach()
         tensors[name] = tensor.cpu() if config.get("quantization_config") else tensor
-    return separate_experts(text_part(_GivenCheckpoint(config, tensors)))
+    return separate_experts(whole_model(text_part(_GivenCheckpoint(config, tensors))))
 
 
 @final

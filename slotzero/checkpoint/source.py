@@ -16,11 +16,13 @@ import re
 from functools import partial
 from pathlib import Path
 
+from slotzero.checkpoint.bare_model import whole_model
 from slotzero.checkpoint.dummy import DummyCheckpoint
 from slotzero.checkpoint.folder import (
     FolderCheckpoint,
     folder_config,
     folder_eos_token_ids,
+    folder_modules,
     folder_sampling,
 )
 from slotzero.checkpoint.gguf import GgufCheckpoint
@@ -109,13 +111,14 @@ def _open_folder(path: Path, name: str | None, dummy: bool, model_impl: str | No
     if model_impl is not None:
         refuse_unknown(folder_config(path), model_impl)
     if not dummy:
-        return separate_experts(text_part(FolderCheckpoint(path, name)))
+        return separate_experts(whole_model(text_part(FolderCheckpoint(path, name))))
     return DummyCheckpoint(
         folder_config(path),
         name or path.resolve().name,
         eos_token_ids=folder_eos_token_ids(path),
         make_tokenizer=partial(Tokenizer.from_folder, path),
         sampling=partial(folder_sampling, path),
+        modules=partial(folder_modules, path),
     )
 
 

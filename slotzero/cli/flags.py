@@ -30,6 +30,7 @@ from slotzero.config import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     MODEL_IMPLS,
+    POOLINGS,
     SANITIZE_ACTIONS,
     SANITIZE_MODES,
     SCHEDULING_POLICIES,
@@ -66,6 +67,7 @@ CHOICES = {
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "load_format": LOAD_FORMATS,
     "model_impl": MODEL_IMPLS,
+    "pooling": POOLINGS,
     "sanitize": SANITIZE_MODES,
     "sanitize_action": SANITIZE_ACTIONS,
     "scheduling_policy": SCHEDULING_POLICIES,
@@ -321,7 +323,7 @@ def _how(field: Field[Any]) -> dict[str, Any]:
     if field.name in CHOICES:
         convert = drafter if field.name == "speculative" else str.lower
         return {"choices": CHOICES[field.name], "type": convert}
-    if field.name == "chat_template":
+    if field.name in ("chat_template", "score_template"):
         return {"metavar": "FILE_OR_TEXT"}
     if field.name in SIZES:
         return {"type": size, "metavar": "BYTES"}

@@ -37,6 +37,7 @@ from slotzero.grammars.limits import GrammarLimits
 from slotzero.grammars.pool import Grammars
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.implementation import parse_model
+from slotzero.models.pooling import Pooling
 from slotzero.pools.slots import SlotPool
 from slotzero.request import Request
 from slotzero.sampling.params import SamplingParams
@@ -98,6 +99,10 @@ class Engine:
             self.worker.model.max_position,
             self.worker.vocab_size,
             checkpoint.eos_token_ids,
+            self.worker.pooling,
+            # drafts have positions after the prompt
+            self.limits.max_model_len - (self.limits.ahead > 0),
+            generates=checkpoint.has_head,
             has_priorities=config.scheduling_policy == "priority",
         )
         self.admission = GrammarAdmission(self._grammars(config, checkpoint), self.lock)
@@ -208,6 +213,11 @@ class Engine:
     @property
     def eos_token_ids(self) -> Sequence[int]:
         return self.request_factory.eos_token_ids
+
+    @property
+    def pooling(self) -> Pooling:
+        """How vectors of prompts are made."""
+        return self.worker.pooling
 
     @property
     def speculation(self) -> SpeculationStats | None:
@@ -409,6 +419,8 @@ class Engine:
         self.draft_widths.learn(step, results)
         if step.is_scored:
             self._take_scores(step, results)
+        if step.is_pooled:
+            self._take_vectors(step, results)
         committed = [
             scheduler.commit(rows, sampled)
             for scheduler, rows, sampled in zip(
@@ -442,6 +454,15 @@ class Engine:
                     num_top = row.request.params.prompt_logprobs or 0
                     handle.take_scores(row.start, of_rank.scores(first, num, num_top))
                 first += row.count
+
+    def _take_vectors(self, step: Step, results: Sequence[Results]) -> None:
+        """Give their vectors to the requests whose prompts were completed in this step."""
+        for rows, of_rank in zip(step.rows_by_dp_rank, results, strict=True):
+            for i, row in enumerate(rows):
+                handle = self._handles.get(row.request.id)
+                is_complete = row.is_pooled and row.samples
+                if is_complete and handle is not None and handle.request is row.request:
+                    handle.vector = of_rank.vector(i)
 
     def _extend_output(self, handle: RequestHandle, num_new: int) -> int:
         """Show the new tokens to the request's OutputText, and end the request if a stop string is

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from slotzero.engine.output_text import OutputText
 from slotzero.errors import RequestError
 from slotzero.executor.results import RowLogprobs
+from slotzero.models.pooling import Vector
 from slotzero.request import FinishReason, Request, RequestStatus
 
 
@@ -18,6 +19,8 @@ class RequestHandle:
     logprobs: list[RowLogprobs] = field(default_factory=list)
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
     """Log probabilities of the prompt from its second token on, if requested."""
+    vector: Vector | None = None
+    """The vector of the prompt, if the request asks for one; see models/pooling.py."""
     error: BaseException | None = None
     """The error of the step that failed with this request in it; else None."""
     listener: "Callable[[RequestHandle], None] | None" = None

@@ -144,7 +144,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         prompt_len = len(request.prompt_token_ids)
-        if not 1 <= prompt_len < request.max_len <= self.config.max_model_len:
+        longest = self.config.max_model_len + request.params.pooled  # its last token is dropped
+        if not 1 <= prompt_len < request.max_len <= longest:
             raise RequestError(
                 f"request {request.id}: a prompt of {prompt_len} tokens with max_len="
                 f"{request.max_len} does not fit max_model_len={self.config.max_model_len}"
@@ -214,7 +215,10 @@ class Scheduler:
 
     def _receive(self, request: Request, tokens: Sequence[int]) -> int:
         """Append tokens to a request, and return how many it takes: accepted drafts after its end
-        are dropped."""
+        are dropped, and so is the token after a prompt of which a vector is wanted."""
+        if request.params.pooled:
+            self.finish(request, "stop")
+            return 0
         if (
             request.grammar is None
             and request.num_tokens + len(tokens) < request.max_len
@@ -467,4 +471,13 @@ def _advance(request: Request, count: int, *, samples: bool, most_new: int = 1) 
     if samples:
         request.num_in_flight += 1
         request.max_tokens_in_flight += most_new
-    return Row(request, request.slot, start, count, samples, most_new, request.is_scored_at(start))
+    return Row(
+        request,
+        request.slot,
+        start,
+        count,
+        samples,
+        most_new,
+        request.is_scored_at(start),
+        request.params.pooled,
+    )

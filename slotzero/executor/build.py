@@ -50,6 +50,7 @@ from slotzero.models.config import FULL, ModelConfig
 from slotzero.models.decoder import Decoder
 from slotzero.models.implementation import parse_model
 from slotzero.models.model import Model, ModelShape
+from slotzero.models.pooling import Pooling, read_pooling
 from slotzero.models.rope import frequencies
 from slotzero.models.routing import Routing
 from slotzero.models.weight_store import WeightStore
@@ -59,6 +60,7 @@ from slotzero.pools.budget import GroupShape
 from slotzero.pools.states import SNAPSHOT_ROWS, StateShape, snapshot_tables
 from slotzero.pools.tables import SlotTables, Staging
 from slotzero.runners.passes import RESULTS, Passes
+from slotzero.runners.pooler import POOLED
 from slotzero.runners.prompt_scores import SCORED
 from slotzero.runners.results import ResultRing
 from slotzero.speculative.build import DraftTarget, Prepared, prepare_drafter
@@ -157,6 +159,7 @@ class _Builder:
             is_deterministic=is_deterministic(loaded.decoder.is_batch_invariant, self._ranks),
         )
         memory = self._allocate(loaded, limits, shapes, states)
+        pooling = self._pooling(loaded.model)
         passes = Passes(
             self._registry,
             loaded.decoder,
@@ -166,6 +169,7 @@ class _Builder:
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             self._dtype,
+            pooling,
             memory.drafter,
             memory.states,
         )
@@ -188,12 +192,17 @@ class _Builder:
             tree=self._config.tree,
             passes=passes,
             decode=Runner(passes.decode_spec(decode_sizes), self._registry, graphs),
-            prefills=_prefill_runners(passes, self._registry, graphs, limits, is_scored=False),
+            pooling=pooling,
+            prefills=_prefill_runners(passes, self._registry, graphs, limits),
+            pooled_prefills=_prefill_runners(
+                passes, self._registry, graphs, limits, "pooled ", is_pooled=True
+            ),
             scored_prefills=_prefill_runners(
-                passes, self._registry, graphs, limits, is_scored=True
+                passes, self._registry, graphs, limits, "scored ", is_scored=True, is_pooled=True
             ),
             results=ResultRing(self._registry, RESULTS, self._deadline),
-            scored_results=ResultRing(self._registry, (*SCORED, *RESULTS), self._deadline),
+            pooled_results=ResultRing(self._registry, (POOLED, *RESULTS), self._deadline),
+            scored_results=ResultRing(self._registry, (POOLED, *SCORED, *RESULTS), self._deadline),
             speculation=self._speculation(loaded, limits, memory, states, graphs),
             writers=self._writers(limits, memory, page_tables),
             updater=self._updater(shapes),
@@ -304,6 +313,11 @@ class _Builder:
             drafter = loaded.drafter.drafter(loaded.decoder, registry, tables, kv, width)
         return _Memory(tables, kv, state_rows, drafter)
 
+    def _pooling(self, model: ModelShape) -> Pooling:
+        config = self._config
+        size = model.hidden_size
+        return read_pooling(self._checkpoint, size, config.pooling, config.score_tokens)
+
     def _updater(self, shapes: Sequence[GroupShape]) -> WeightUpdater | None:
         """Return what replaces weights. The scales of a drafter's KV stay: they have no influence
         on answers."""
@@ -387,18 +401,25 @@ class _Builder:
 
 
 def _prefill_runners(
-    passes: Passes, registry: Registry, graphs: Backend, limits: Limits, is_scored: bool
+    passes: Passes,
+    registry: Registry,
+    graphs: Backend,
+    limits: Limits,
+    prefix: str = "",
+    *,
+    is_scored: bool = False,
+    is_pooled: bool = False,
 ) -> tuple[Runner, ...]:
     eager_sizes = eager_prefill_sizes(limits, registry.device)
-    name = "scored prefill" if is_scored else "prefill"
+    name = f"{prefix}prefill"
     if limits.backend != "cuda":
-        spec = passes.prefill_spec(name, *eager_sizes, is_scored)
+        spec = passes.prefill_spec(name, *eager_sizes, is_scored, is_pooled)
         return (Runner(spec, registry, EagerBackend(), "prefill is not recorded"),)
-    spec = passes.prefill_spec(name, *captured_prefill_sizes(limits), is_scored)
+    spec = passes.prefill_spec(name, *captured_prefill_sizes(limits), is_scored, is_pooled)
     captured = Runner(spec, registry, graphs)
     if limits.max_num_batched_tokens <= MAX_CAPTURED_TOKENS:
         return (captured,)
-    spec = passes.prefill_spec(f"long {name}", *eager_sizes, is_scored)
+    spec = passes.prefill_spec(f"long {name}", *eager_sizes, is_scored, is_pooled)
     reason = f"more than {MAX_CAPTURED_TOKENS} tokens"
     return captured, Runner(spec, registry, EagerBackend(), reason)
 

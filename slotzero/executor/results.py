@@ -6,7 +6,9 @@ from functools import cached_property
 from typing import Any
 
 from slotzero.graph.transfer import Arriving
+from slotzero.models.pooling import Vector
 from slotzero.runners.passes import SAMPLED
+from slotzero.runners.pooler import POOLED
 from slotzero.runners.prompt_scores import SCORE_TOP_IDS, SCORES
 from slotzero.speculative.passes import NUM_CONFIRMED, PATH, VERIFIED, VERIFY_LEN
 
@@ -57,6 +59,11 @@ class Results:
             RowLogprobs(chosen, top_ids, top_values)
             for (chosen, *top_values), top_ids in zip(values, ids, strict=True)
         ]
+
+    def vector(self, row: int) -> Vector:
+        """Return the vector of a row's prompt."""
+        vector: Vector = self._download.wait()[self._names.index(POOLED)][row].numpy().copy()
+        return vector
 
     def _chosen(self, row: int) -> list[int]:
         """Return the indices of the row's samples: accepted ones first, then rejected ones."""

@@ -26,8 +26,9 @@ class Orders:
     num_rows: int
     launches: list[GraphKey]
     width: int
-    is_scored: bool
     with_logprobs: bool
+    is_scored: bool = False
+    is_pooled: bool = False
 
 
 @dataclass(frozen=True)

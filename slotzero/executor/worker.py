@@ -26,6 +26,7 @@ from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types_recurrent import States
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.model import Model, ModelShape
+from slotzero.models.pooling import Pooling
 from slotzero.models.weight_update import WeightUpdater
 from slotzero.models.weights import DecoderWeights
 from slotzero.pools.tables import SlotTables
@@ -55,12 +56,17 @@ class Worker:
     tree: TreeShape | None
     passes: Passes
     decode: Runner
+    pooling: Pooling
     prefills: tuple[Runner, ...]
     """In order of preference: a step runs on the first runner that has a size for it."""
+    pooled_prefills: tuple[Runner, ...]
+    """The same for steps in which vectors of prompts are wanted. Unless the model is for vectors, a
+    size is recorded when it is first used."""
     scored_prefills: tuple[Runner, ...]
-    """The same for steps in which log probabilities of prompts are wanted. Few are, so a size is
-    recorded when it is first used."""
+    """The same for steps in which log probabilities of prompts are wanted, and maybe vectors. Few
+    are, so a size is recorded when it is first used."""
     results: ResultRing
+    pooled_results: ResultRing
     scored_results: ResultRing
     speculation: SpeculativeRunners | None
     writers: tuple[TableWriter, ...]  # by DP rank, this rank's first
@@ -80,7 +86,8 @@ class Worker:
     @property
     def runners(self) -> tuple[Runner, ...]:
         more = () if self.speculation is None else self.speculation.runners
-        return self.decode, *self.prefills, *self.scored_prefills, *more
+        more_prefills = (*self.pooled_prefills, *self.scored_prefills)
+        return self.decode, *self.prefills, *more_prefills, *more
 
     @property
     def overlaps(self) -> bool:
@@ -91,7 +98,7 @@ class Worker:
         """Return what sends the outputs of a step to the host if this is its last runner."""
         verified = () if self.speculation is None else (self.speculation.verified,)
         writes = {*runner.spec.writes}
-        rings = (self.scored_results, self.results, *verified)
+        rings = (self.scored_results, self.pooled_results, self.results, *verified)
         return next((ring for ring in rings if writes.issuperset(ring.names)), None)
 
     @property
@@ -120,10 +127,13 @@ class Worker:
     @property
     def recorded_keys(self) -> list[tuple[Runner, GraphKey]]:
         """All sizes that are captured at start-up, largest first."""
+        later = self.scored_prefills
+        if not self.pooling.is_expected:
+            later += self.pooled_prefills
         return [
             (runner, key)
             for runner in reversed(self.runners)
-            if runner.is_recorded and runner not in self.scored_prefills
+            if runner.is_recorded and runner not in later
             for key in runner.all_keys()
         ]
 
@@ -157,8 +167,9 @@ class Worker:
                 step.num_rows,
                 [key for _, key in launches],
                 step.width,
-                step.is_scored,
                 any(row.request.params.logprobs is not None for row in rows),
+                step.is_scored,
+                step.is_pooled,
             )
             for writer, rows in zip(self.writers, step.rows_by_dp_rank, strict=True)
         ]
@@ -270,10 +281,15 @@ class Worker:
         elif step.is_decode:
             launches.append([self.decode])
         else:
-            launches.append(self.scored_prefills if step.is_scored else self.prefills)
+            launches.append(self._prefills_for(step))
             if self.cycles:
                 launches.append([self.cycles[self.limits.max_width].draft])
         return [_picked(runners, step) for runners in launches]
+
+    def _prefills_for(self, step: Step) -> tuple[Runner, ...]:
+        if step.is_scored:
+            return self.scored_prefills
+        return self.pooled_prefills if step.is_pooled else self.prefills
 
     def _download(self, orders: Orders) -> Download:
         num_rows = len(orders.slots)
@@ -285,7 +301,9 @@ class Worker:
         if orders.width > 1:
             assert self.speculation is not None
             return self.speculation.verified
-        return self.scored_results if orders.is_scored else self.results
+        if orders.is_scored:
+            return self.scored_results
+        return self.pooled_results if orders.is_pooled else self.results
 
 
 def _picked(runners: Sequence[Runner], step: Step) -> tuple[Runner, GraphKey]:

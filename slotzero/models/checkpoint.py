@@ -5,7 +5,7 @@ their values are laid out in memory.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ class Checkpoint(ABC):
     name: str
     config: Mapping[str, Any]
     eos_token_ids: tuple[int, ...]
+    has_head: bool = True
+    """Whether there are logits. Without, the config ties the head to the embedding, and what it
+    would compute has no meaning."""
 
     @abstractmethod
     def names(self) -> Collection[str]:
@@ -66,6 +69,13 @@ class Checkpoint(ABC):
         """
         return {}
 
+    def modules(self) -> Sequence[tuple[str, Mapping[str, Any]]]:
+        """Return the modules of sentence-transformers, each with its type and its config.
+
+        They come from modules.json, if there is one.
+        """
+        return ()
+
 
 class CheckpointView(Checkpoint):
     """Wrapper that presents some tensors of another checkpoint differently from how it stores them.
@@ -78,9 +88,13 @@ class CheckpointView(Checkpoint):
         self.name = stored.name
         self.config = stored.config
         self.eos_token_ids = stored.eos_token_ids
+        self.has_head = stored.has_head
 
     def tokenizer(self) -> "Tokenizer":
         return self._stored.tokenizer()
 
     def sampling(self) -> Mapping[str, Any]:
         return self._stored.sampling()
+
+    def modules(self) -> Sequence[tuple[str, Mapping[str, Any]]]:
+        return self._stored.modules()

@@ -1,5 +1,5 @@
-"""The decode and prefill passes of a decoder, and their specs as runners. A scored prefill computes
-the log probabilities of the tokens of prompts, too.
+"""The decode and prefill passes of a decoder, and their specs as runners. A pooled prefill computes
+vectors of prompts, too, and a scored one also the log probabilities of their tokens.
 
 A step publishes the slots that run, `slots`, and for prefill the tokens of each row, `counts`. The
 start of a row is not published: it is `length[slot]`, the number of tokens whose KV is stored. All
@@ -19,7 +19,9 @@ from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import Normed, PagedKv, Rows, Tokens
 from slotzero.kernels.types_recurrent import States
 from slotzero.models.model import NO_TAPS, DecoderBatch, Model
+from slotzero.models.pooling import Pooling
 from slotzero.pools.tables import SlotTables
+from slotzero.runners.pooler import Pooler
 from slotzero.runners.prompt_scores import SCORED, PromptScores
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled
@@ -74,6 +76,7 @@ class Passes:
         max_rows: int,
         max_tokens: int,
         dtype: torch.dtype,
+        pooling: Pooling,
         drafter: DrafterHook | None = None,
         states: States | None = None,
     ) -> None:
@@ -104,16 +107,20 @@ class Passes:
         wide = torch.float32 if dtype is torch.float16 else dtype
         self._logits = registry.output(LOGITS, (max_rows, decoder.config.vocab_size), wide)
         self._scores = PromptScores(registry, decoder, kernels, tables, max_tokens, wide)
+        self._pooler = Pooler(registry, kernels, pooling, max_rows, self._logits)
 
     def decode_spec(self, ladder: Ladder) -> RunnerSpec:
         writes = (*WRITES, *self._decoder.writes)
         return RunnerSpec("decode", ladder, None, (SLOTS,), self._decode, writes)
 
-    def prefill_spec(self, name: str, tokens: Ladder, rows: Ladder, is_scored: bool) -> RunnerSpec:
+    def prefill_spec(
+        self, name: str, tokens: Ladder, rows: Ladder, is_scored: bool, is_pooled: bool
+    ) -> RunnerSpec:
         extra = () if self.drafter is None else self.drafter.writes
         scored = SCORED if is_scored else ()
-        writes = tuple(dict.fromkeys((*WRITES, *self._decoder.writes, *extra, *scored)))
-        prefill = partial(self._prefill, is_scored=is_scored)
+        pooled = self._pooler.writes if is_pooled else ()
+        writes = tuple(dict.fromkeys((*WRITES, *self._decoder.writes, *extra, *scored, *pooled)))
+        prefill = partial(self._prefill, is_scored=is_scored, is_pooled=is_pooled)
         return RunnerSpec(name, tokens, rows, (SLOTS, COUNTS), prefill, writes)
 
     def _decode(self, key: GraphKey, pieces: Pieces) -> None:
@@ -128,7 +135,7 @@ class Passes:
             self.drafter.defer(Tokens(*rows[:2]), features)
         self._finish(key, normed)
 
-    def _prefill(self, key: GraphKey, pieces: Pieces, is_scored: bool) -> None:
+    def _prefill(self, key: GraphKey, pieces: Pieces, is_scored: bool, is_pooled: bool) -> None:
         """Compute tokens [ends[r] - counts[r], ends[r]) of row r; later ones are padding."""
         slots, counts = self._slots[: key.rows], self._counts[: key.rows]
         ends = counts.cumsum(0, dtype=torch.int32)  # [rows]
@@ -149,6 +156,8 @@ class Passes:
         if is_scored:
             self._scores.write(tokens, normed)
         self._finish(key, normed.select(last))
+        if is_pooled:
+            self._pooler.write(tokens, rows, normed)
         if self.drafter is not None:
             self.drafter.extend(DrafterInputs(tokens, rows, features, last), pieces)
 

@@ -66,6 +66,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """Return the same for each token of the prompt but the first. Such a request does not begin
     after a cached prefix, because every token is computed for it."""
+    pooled: bool = False
+    """Return a vector instead of an answer; what `LLM.embed` and `LLM.score` set."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True
@@ -192,7 +194,20 @@ class SamplingParams:
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
                 f"must be between 0 and {MAX_LOGPROBS}, or None",
             ),
+            (
+                "pooled",
+                not (self.pooled and self._shapes_answer),
+                "there is no answer, so n, stop, logprobs, prompt_logprobs, structured_outputs and "
+                "banned_sequences must be left out",
+            ),
         )
+
+    @property
+    def _shapes_answer(self) -> bool:
+        """Whether there is a parameter without a meaning for a request that has no answer."""
+        is_read = self.logprobs is not None or self.prompt_logprobs is not None
+        has_form = self.structured_outputs is not None or bool(self.banned_sequences)
+        return self.n != 1 or bool(self.stop) or is_read or has_form
 
 
 MAX_INTEGER = 1 << 1000  # can still be converted to float
@@ -201,6 +216,7 @@ _INTEGERS = (
 )  # fmt: skip
 _FLAGS = (
     "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "speculative",
+    "pooled",
 )  # fmt: skip
 _NUMBERS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",

@@ -27,6 +27,7 @@ from slotzero.server.routes_engine import engine_routes
 from slotzero.server.routes_ollama import ollama_routes
 from slotzero.server.routes_openai import openai_routes
 from slotzero.server.routes_responses import responses_routes
+from slotzero.server.routes_vectors import vector_routes
 from slotzero.server.settings import ServerSettings
 from slotzero.server.status import (
     BUG,
@@ -73,6 +74,7 @@ def make_app(
     app.include_router(responses_routes(state))
     app.include_router(anthropic_routes(state))
     app.include_router(ollama_routes(state))
+    app.include_router(vector_routes(state))
     app.include_router(engine_routes(state))
     _tell_errors(app, state)
     app.add_middleware(

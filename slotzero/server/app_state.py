@@ -9,13 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slotzero.config import DEFAULT_MODEL
-from slotzero.errors import ContextError, UnknownModelError
+from slotzero.errors import ContextError, EngineUnavailableError, UnknownModelError
+from slotzero.models.pooling import Pooling
 from slotzero.server.answers import GenerationRequest
 from slotzero.server.generation import Client, Generation
 from slotzero.server.metrics import Metrics
 from slotzero.server.response_store import response_store
 from slotzero.server.settings import ServerSettings
 from slotzero.server.tool_support import reasoning_of, tool_support
+from slotzero.text.score_template import ScoreTemplate
 from slotzero.text.tokenizer import Tokenizer
 
 log = logging.getLogger("slotzero.server")
@@ -44,6 +46,7 @@ class AppState:
             len(tokenizer.decode([token], skip_special_tokens=False))
             for token in range(tokenizer.vocab_size)
         )
+        self.score_template = ScoreTemplate(client.settings.get("score_template"))
         self.responses = response_store(settings.response_store, settings.max_stored_responses)
         self.is_closing = False
         """Set when the server shuts down, to end streams that would never end by themselves."""
@@ -59,6 +62,14 @@ class AppState:
         """Known once the engine is ready."""
         limits = self.client.info.get("limits")
         return int(limits["max_model_len"]) if limits else None
+
+    @property
+    def pooling(self) -> Pooling:
+        """How vectors are made; known once an engine was ready."""
+        known = self.client.info.get("pooling")
+        if known is None:
+            raise EngineUnavailableError(f"the engine is {self.engine_state}: try again later")
+        return Pooling(**known)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:

@@ -52,6 +52,9 @@ class TokenDelta(Struct, array_like=True, frozen=True):
     prompt_logprobs: list[TokenLogprobs] = []
     """Log probabilities of the prompt from its second token on, if requested; sent with the first
     new token."""
+    vector: bytes = b""
+    """The vector of the prompt, if requested: float32, little-endian. The last delta then has no
+    tokens."""
 
 
 class Progress(Struct, tag="progress", array_like=True, frozen=True):

@@ -220,7 +220,7 @@ class EngineLoop:
         tokens, logprobs = answer.take()
         num_top = request.params.logprobs
         scores = answer.prompt_logprobs if is_first else []
-        if tokens and is_first:
+        if (tokens or answer.vector is not None) and is_first:
             self._prompt_tokens += len(request.prompt_token_ids)
         self._generated_tokens += len(tokens)
         if answer.finished:
@@ -236,6 +236,7 @@ class EngineLoop:
             None if answer.failure else request.finish_reason,
             request.stop_reason,
             [TokenLogprobs(p.chosen, p.top_ids, p.top_values) for p in scores],
+            b"" if answer.vector is None else answer.vector.astype("<f4").tobytes(),
         )
 
     def _lose_answers(self, error: Exception) -> None:
@@ -325,6 +326,7 @@ def info_of(engine: "Engine", seconds: float, sanitize: str) -> dict[str, Any]:
         },
         "eos_token_ids": list(engine.eos_token_ids),
         "vocab_size": engine.worker.vocab_size,
+        "pooling": asdict(engine.pooling),
         "sizes": {
             runner.spec.name: [
                 {

@@ -91,8 +91,9 @@ def reserved_variable(given: Mapping[str, Any]) -> str | None:
     return next((name for name in given if name in RESERVED), None)
 
 
-def read_template(given: str) -> str:
-    """Return the template given by --chat-template: a path, or the template itself.
+def read_template(given: str, setting: str = "chat_template") -> str:
+    """Return the template given by --chat-template or another setting: a path, or the template
+    itself.
 
     A template contains braces or line ends, a path does not.
     """
@@ -102,14 +103,14 @@ def read_template(given: str) -> str:
             text = Path(given).expanduser().read_text(encoding="utf-8")
         except OSError as error:
             why = error.strerror or error
-            raise ConfigError(f"chat_template: {given[:200]!r} cannot be read: {why}") from None
+            raise ConfigError(f"{setting}: {given[:200]!r} cannot be read: {why}") from None
         except UnicodeDecodeError:
-            raise ConfigError(f"chat_template: {given[:200]!r} is not UTF-8 text") from None
+            raise ConfigError(f"{setting}: {given[:200]!r} is not UTF-8 text") from None
     try:
         _compiled(text)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"chat_template: line {error.lineno} is not valid Jinja: {error.message}"
+            f"{setting}: line {error.lineno} is not valid Jinja: {error.message}"
         ) from None
     return text
 

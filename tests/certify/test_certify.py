@@ -104,7 +104,7 @@ def test_a_sound_engine_passes(run: Run) -> None:
     assert all(row.count(" ok ") == len(CHECKS) for row in rows)
     assert "FAIL" not in out
     assert "3 of 12 sizes checked: this runner is not recorded" in out
-    assert out.splitlines()[-1].startswith("passed: 9 of 27 sizes in ")
+    assert out.splitlines()[-1].startswith("passed: 12 of 39 sizes in ")
 
 
 def test_only_json_is_printed(run: Run) -> None:
@@ -112,9 +112,9 @@ def test_only_json_is_printed(run: Run) -> None:
     report = json.loads(out)
     assert (code, err) == (0, "")
     assert report["passed"] is True
-    assert report["runners"] == ["decode", "prefill", "scored prefill"]
+    assert report["runners"] == ["decode", "prefill", "pooled prefill", "scored prefill"]
     assert "decode[4]" in report["sizes"]
-    assert len(report["sizes"]) == 9
+    assert len(report["sizes"]) == 12
     assert report["failures"] == []
     assert "mutants" not in report
 
@@ -124,7 +124,7 @@ def test_files_are_written(run: Run, tmp_path: Path) -> None:
     files[0].write_text("what was there before, and is longer than nothing\n" * 1000)
     code, out, _ = run(*TINY, "--quick", "--json", str(files[0]), "--html", str(files[1]))
     assert code == 0
-    assert "passed: 4 of 27 sizes" in out
+    assert "passed: 5 of 39 sizes" in out
     assert json.loads(files[0].read_text())["passed"] is True
     assert "decode[4] S1: passed" in files[1].read_text(encoding="utf-8")
 
@@ -145,7 +145,7 @@ def test_a_file_that_cannot_be_written_is_refused_first(
 def test_a_disk_that_fills_up_is_one_line(run: Run) -> None:
     code, out, err = run(*TINY, "--quick", "--html", "/dev/full")
     assert code == 2
-    assert "passed: 4 of 27 sizes" in out
+    assert "passed: 5 of 39 sizes" in out
     assert err.startswith("slotzero: error: --html /dev/full: cannot be written")
 
 
@@ -189,7 +189,7 @@ def test_a_missing_pad_is_named_everywhere(run: Run, tmp_path: Path) -> None:
     assert failure["found"] in line
     assert failure["rule"] == RULES["S1"]
     failed = {failure["runner"] for failure in report["failures"]}
-    assert failed == {"decode", "prefill", "scored prefill"}
+    assert failed == {"decode", "prefill", "pooled prefill", "scored prefill"}
 
     text = Page(files[1].read_text(encoding="utf-8")).text
     for word in ("NOT passed", "decode[1]", "check S1", "slots", failure["found"], RULES["S1"]):
@@ -212,7 +212,7 @@ def test_a_value_that_the_host_reads_is_named(run: Run, monkeypatch: pytest.Monk
     for line in failed:
         for word in ("S5", "'token_slots'", "Tensor.tolist: the host reads its value", RULES["S5"]):
             assert word in line
-    assert len(failed) == 3
+    assert len(failed) == 4
 
 
 @pytest.mark.usefixtures("unpadded")
@@ -295,6 +295,9 @@ def test_a_drafter_that_is_wrong_is_named(
     [
         [*TINY],
         [*TINY, "--quick"],
+        [*TINY, "--pooling", "mean"],
+        [*small("qwen3-next"), *EAGER, "--pooling", "mean", "--quick"],
+        [*TINY, "--score-tokens", "n,y", "--quick"],
         [*small(seqs=2), "--backend", "cpu", "--quick"],
         [*small(seqs=2), "--backend", "cpu", "--quick", *EAGLE3],
     ],
@@ -316,7 +319,7 @@ def test_every_size_and_width_is_tried(run: Run, drafter: list[str], widths: lis
         assert [line.split("x ")[1][0] for line in lines] == ["1", "2", "4"]
         assert all(line.count(" ok ") == len(CHECKS) for line in lines)
     # three sizes belong to the pass that catches up
-    assert f"passed: {9 + 3 + 9 * len(widths)} of " in out
+    assert f"passed: {12 + 3 + 9 * len(widths)} of " in out
 
 
 @pytest.mark.parametrize(
@@ -475,7 +478,7 @@ def test_mutation_passes_if_every_mutant_is_caught(
     report = json.loads(out)
     assert (code, err) == (0, "")
     assert report["passed"] is True
-    assert len(report["sizes"]) == 4
+    assert len(report["sizes"]) == 5
     assert (report["mutants"], report["caught"], report["named"]) == (15, 15, 14)
     assert report["mutation"][0] == {
         "runner": "decode",
@@ -496,7 +499,7 @@ def test_a_mutant_that_is_missed_fails(
     page = tmp_path / "a.html"
     code, out, _ = run(*TINY, "--mutate", "--html", str(page))
     assert code == 1
-    assert "passed: 4 of 27 sizes" in out
+    assert "passed: 5 of 39 sizes" in out
     lines = [line.replace("│", " ").split() for line in out.splitlines()]
     assert ["SGLang", "26292", "decode", "slots", "skip", "the", "pad", "S1"] in lines
     assert ["SGLang", "22229", "decode", "logits", "wrong", "axis", "MISSED"] in lines

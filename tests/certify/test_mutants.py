@@ -60,7 +60,7 @@ ASKED = {  # the issue's list, in its order
     "kernel reads past its length",
     "late host copy",
 }
-PREFILLS = ("prefill", "scored prefill")
+PREFILLS = ("prefill", "pooled prefill", "scored prefill")
 KINDS = ("decode", *PREFILLS, VERIFY, EXTEND, DRAFT)
 GRAPH_MEMORY_FAULTS = ("contents of graph memory needed", "graph memory no longer held")
 BAKED = {  # by a backend that records
@@ -148,8 +148,8 @@ def _one_thread() -> Iterator[None]:
     ids=lambda param: " ".join(param),
 )
 def scored(request: pytest.FixtureRequest) -> Scored:
-    """Return the scored mutants; with a drafter, of its three runners only. Scored prefill is never
-    recorded on a CPU, so it is mutated with one backend."""
+    """Return the scored mutants; with a drafter, of its three runners only. Pooled and scored
+    prefill are never recorded on a CPU, so they are mutated with one backend."""
     engine = engine_of(*request.param)
     worker = engine.worker
     runners = tuple(r for cycle in worker.cycles.values() for r in cycle) or worker.runners

@@ -298,7 +298,7 @@ def test_certification_on_two_ranks(capsys, apart):
     settings = ["--tensor-parallel-size", "2", "--backend", "eager", "--no-show-progress"]
     how = ["--quick", "--enable-expert-parallel", *apart]
     assert main(["certify", "tiny:gpt-oss", *how, *words, *settings]) == 0
-    assert "passed: 4 of " in capsys.readouterr().out
+    assert "passed: 5 of " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -332,16 +332,23 @@ def prompt_scores(llm: LLM) -> list[float]:
     return scores
 
 
+def vectors(llm: LLM) -> list[list[float]]:
+    outputs = llm.embed(["Hello", "a" * 40, "b", "a" * 100], use_tqdm=False)
+    return [output.outputs.embedding for output in outputs]
+
+
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_a_rank_that_is_killed_is_named(is_apart):
-    one_rank = LLM("tiny:llama", **TINY)
+    one_rank = LLM("tiny:llama", pooling="mean", **TINY)
     alone, scores = generate(one_rank), prompt_scores(one_rank)
     llm = LLM(
         "tiny:llama", tensor_parallel_size=2, enable_dp_attention=is_apart,
-        rank_timeout=RANK_TIMEOUT, speculative="eagle3", **TINY,
+        rank_timeout=RANK_TIMEOUT, speculative="eagle3", pooling="mean", **TINY,
     )  # fmt: skip
     assert generate(llm) == alone and llm.engine.speculation.num_drafts > 0
     assert prompt_scores(llm) == pytest.approx(scores, abs=1e-4)
+    for found, wanted in zip(vectors(llm), vectors(one_rank), strict=True):
+        assert found == pytest.approx(wanted, abs=1e-5)
     (pid,) = llm.engine.rank_group.pids
     os.kill(pid, signal.SIGKILL)
     start = time.monotonic()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import struct
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from slotzero.text.tokenizer import Tokenizer
 
 EOS = 257
 MAX_LEN = 512
+VECTOR = (3.0, 0.0, 4.0)
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION = {"model": "tiny", "prompt": "Hi", "max_tokens": 64}
 STATS = Stats(
@@ -89,6 +91,7 @@ class FakeClient:
             "vocab_size": 259,
             "sizes": {"decode": [{"key": "decode[8]", "backend": "cpu", "seconds": 0.1, "bytes": 1,
                                   "failure": ""}]},
+            "pooling": {"size": len(VECTOR)},
             "recording_seconds": 0.5,
             "sanitize": "off",
         }  # fmt: skip
@@ -119,6 +122,10 @@ class FakeClient:
             raise self.error
         text = self.texts[len(self.submitted) % len(self.texts)]
         self.submitted.append((request_id, prompt, dict(params)))
+        if params.get("pooled"):
+            vector = struct.pack(f"<{len(VECTOR)}f", *VECTOR)
+            return FakeStream(self, request_id, [TokenDelta(request_id, [], [], 3, "stop",
+                                                            vector=vector)])  # fmt: skip
         tokens = list(text.encode())
         if self.ends_with_eos:
             tokens.append(EOS)
