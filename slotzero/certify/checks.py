@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from slotzero.certify.checksum import checksum
-from slotzero.certify.compare import Mismatch, differences, first_difference, padding_of
+from slotzero.certify.compare import (
+    Mismatch,
+    differences,
+    first_difference,
+    leaks,
+    padding_of,
+)
 from slotzero.certify.operator_trace import (
     Finding,
     OperatorTrace,
@@ -59,7 +65,10 @@ class Examination:
         yield from self._arrivals()
 
     def s1(self) -> Iterator[Violation]:
-        for name, mismatch in self._leaks(self.trial.poisonable()):
+        def changed(names: Sequence[str]) -> Mismatch | None:
+            return next(self._changed_results(self.trial.replay(poison=names)), None)
+
+        for name, mismatch in leaks(self.trial.poisonable(), changed):
             found = f"poisoned, it changed {mismatch.tensor!r}: {mismatch}"
             yield self._violation("S1", name, found, mismatch.row)
         yield from self._padding_between_layers()
@@ -258,20 +267,6 @@ class Examination:
                     row, got, expected = found
                     text = f"the host got {got} where the device held {expected}"
                     yield self._violation("S0", name, text, row)
-
-    def _leaks(self, names: Sequence[str]) -> Iterator[tuple[str, Mismatch]]:
-        """Yield the tensors whose unowned memory changes a result, found by bisection.
-
-        If only both halves together change a result, no single tensor can be blamed, and the first
-        tensor whose value changed is named.
-        """
-        mismatch = next(self._changed_results(self.trial.replay(poison=names)), None)
-        if mismatch is None:
-            return
-        middle = len(names) // 2
-        halves = (names[:middle], names[middle:]) if middle else ()
-        found = [leak for half in halves for leak in self._leaks(half)]
-        yield from found or [(mismatch.tensor if middle else names[0], mismatch)]
 
     def _changed_results(self, outcome: Outcome) -> Iterator[Mismatch]:
         """Yield what changed in real rows, derived tensors and padding because of poison."""

@@ -1,6 +1,6 @@
 """Comparison of two outcomes: outputs by row, tables by slot, bit by bit or within a bound."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,24 @@ class Mismatch:
 
     def __str__(self) -> str:
         return f"{self.got} where {self.expected} was expected"
+
+
+def leaks(
+    names: Sequence[str], changed: Callable[[Sequence[str]], Mismatch | None]
+) -> Iterator[tuple[str, Mismatch]]:
+    """Yield the tensors whose poison changes a result, found by bisection; `changed` returns what
+    poisoning these tensors changes.
+
+    If only both halves together change a result, no single tensor can be blamed, and the first
+    tensor whose value changed is named.
+    """
+    mismatch = changed(names)
+    if mismatch is None:
+        return
+    middle = len(names) // 2
+    halves = (names[:middle], names[middle:]) if middle else ()
+    found = [leak for half in halves for leak in leaks(half, changed)]
+    yield from found or [(mismatch.tensor if middle else names[0], mismatch)]
 
 
 def differences(

@@ -8,7 +8,7 @@ RULES = {
     "S1": "unowned memory must not affect a real row",
     "S2": "a replay equals the same function run eagerly, padded or not",
     "S3": "a row's result does not depend on size, order, neighbours or history",
-    "S4": "a step changes only what its own slots own",
+    "S4": "a step changes only what its own requests own",
     "S5": "a recording reads only registered memory and bakes in no host value",
     "S6": "registered tensors and graph memory do not overlap",
 }
@@ -100,6 +100,14 @@ class Certificate:
     def coverage(self) -> str:
         """Number of sizes that were checked, of how many."""
         return f"{len(self.sizes)} of {self.num_all_sizes} sizes"
+
+    def __str__(self) -> str:
+        verdict = "passed" if self.passed else "NOT passed"
+        head = f"{self.model} on {self.backend}: {verdict}, {self.coverage} in {self.seconds:.1f} s"
+        left_out = (
+            f"{c.size}: {c.check} was not run: {c.left_out}" for c in self.cells if c.left_out
+        )
+        return "\n  ".join([head, *map(str, self.violations), *left_out])
 
     def cell(self, size: str, check: str) -> Cell | None:
         return next((c for c in self.cells if (c.size, c.check) == (size, check)), None)

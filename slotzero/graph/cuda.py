@@ -1,7 +1,7 @@
 """CUDA graphs: the whole step function, captured once per size into one shared memory pool."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,14 +84,10 @@ class CudaBackend(Backend):
             self._stream.synchronize()
             graph = self._capture(lambda: function(pieces), self._anchor.pool(), keep_graph=True)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        segments = [_span(segment) for segment in _segments()]
-        return [_line(node, segments) for node in nodes_of(graph)]
+        return lines_of(graph)
 
     def memory(self) -> list[tuple[int, int]]:
-        pools = [tuple(pool) for pool in self._pools]
-        return [
-            _span(segment) for segment in _segments() if tuple(segment["segment_pool_id"]) in pools
-        ]
+        return memory_of(self._pools)
 
     def _recover(self) -> None:
         """Recover from a failed capture with a successful one into a new pool: torch's allocator
@@ -116,6 +112,20 @@ class CudaBackend(Backend):
             finally:
                 graph.capture_end()
         return graph
+
+
+def lines_of(graph: torch.cuda.CUDAGraph) -> list[TraceLine]:
+    """Return the nodes of a graph that was captured with keep_graph=True."""
+    segments = [_span(segment) for segment in _segments()]
+    return [_line(node, segments) for node in nodes_of(graph)]
+
+
+def memory_of(pools: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return the memory of these pools, as [start, end) addresses."""
+    wanted = {tuple(pool) for pool in pools}
+    return [
+        _span(segment) for segment in _segments() if tuple(segment["segment_pool_id"]) in wanted
+    ]
 
 
 def _line(node: Node, segments: list[tuple[int, int]]) -> TraceLine:

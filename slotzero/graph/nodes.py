@@ -74,7 +74,14 @@ class _Memset(ctypes.Structure):  # CUDA_MEMSET_NODE_PARAMS_v1
 
 def nodes_of(graph: torch.cuda.CUDAGraph) -> list[Node]:
     """Return the nodes of a graph captured with keep_graph=True, in cuGraphGetNodes' order."""
-    return list(_walk(graph.raw_cuda_graph()))
+    try:
+        raw = graph.raw_cuda_graph()
+    except RuntimeError as error:
+        raise RecordingError(
+            "the nodes of a graph can be read only if it was captured with "
+            "torch.cuda.CUDAGraph(keep_graph=True)"
+        ) from error
+    return list(_walk(raw))
 
 
 def pointers_of(node: Node) -> Iterator[int]:
