@@ -62,6 +62,8 @@ class ChatWriter:
             return
         for message, reason in self._messages(choice, delta):
             chunk = self._chunk(delta.index, message, reason)
+            if reason is not None and delta.weight_version:
+                chunk.choices[0].weight_version = delta.weight_version
             self._usage.put(chunk, generation.answers)
             yield self.shape.event(chunk.json_bytes())
 
@@ -88,6 +90,9 @@ class ChatWriter:
 
     def whole(self, generation: Generation) -> ChatReply:
         choices = [self._whole_choice(i, choice) for i, choice in enumerate(self._choices)]
+        for choice, answer in zip(choices, generation.answers, strict=True):
+            if answer.weight_version:
+                choice.weight_version = answer.weight_version
         made = ChatReply(choices=choices, usage=self._counts(generation), **self._head)
         if self._num_prompt_top is not None:
             scores = generation.answers[0].prompt_logprobs

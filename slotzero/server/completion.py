@@ -66,6 +66,8 @@ class CompletionWriter:
             )
             if self._shows_tokens:
                 made.token_ids = delta.token_ids
+            if delta.finish_reason is not None and delta.weight_version:
+                made.weight_version = delta.weight_version
             chunk = CompletionReply(choices=[made], **self._head)
             self._usage.put(chunk, generation.answers)
             yield self.shape.event(chunk.json_bytes())
@@ -84,6 +86,9 @@ class CompletionWriter:
         if self._shows_tokens:
             for made, choice, request in zip(choices, self._choices, self._requests, strict=True):
                 made.token_ids, made.prompt_token_ids = choice.token_ids, request.prompt
+        for made, answer in zip(choices, generation.answers, strict=True):
+            if answer.weight_version:
+                made.weight_version = answer.weight_version
         return CompletionReply(choices=choices, usage=usage(generation.answers), **self._head)
 
     def _choice(

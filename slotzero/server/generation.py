@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from slotzero.errors import DeadlineError, EngineDiedError, RequestError, RequestRefusedError
 from slotzero.server.answers import AnswerBuilder, GenerationRequest, TextDelta
-from slotzero.server.messages import Loading, TokenDelta
+from slotzero.server.messages import Action, Loading, TokenDelta
 from slotzero.server.metrics import Metrics, Watched
 from slotzero.server.status import status_of
 from slotzero.text.tokenizer import Tokenizer
@@ -49,7 +49,11 @@ class Client(Replica, Protocol):
         self, request_id: str, prompt: list[int], params: Mapping[str, Any]
     ) -> GrownStream: ...
 
-    def reset_prefix_cache(self) -> None: ...
+    async def perform(self, action: Action) -> None: ...
+
+    def restore_by(self, *actions: Action) -> None: ...
+
+    def lose_weights(self, why: str) -> None: ...
 
     async def drain(self, grace: float) -> None: ...
 

@@ -4,7 +4,7 @@ They contain tokens, not text: the engine's process neither tokenises nor knows 
 """
 
 import struct
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -26,11 +26,73 @@ class Cancel(Struct, tag="cancel", array_like=True, frozen=True):
     id: str
 
 
+Running = Literal["hold", "finish", "abort"]
+"""What becomes of requests that have begun: see `Engine.update_weights`."""
+
+
 class ResetPrefixCache(Struct, tag="reset", array_like=True, frozen=True):
     """Makes the engine forget all cached prefixes; running requests keep their pages."""
 
 
-ToEngine = Add | Cancel | ResetPrefixCache
+class Pause(Struct, tag="pause", array_like=True, frozen=True):
+    """Makes the engine run no more steps; new requests wait. With "abort", those that wait end
+    too."""
+
+    running: Running
+
+
+class Resume(Struct, tag="resume", array_like=True, frozen=True):
+    """Ends a pause."""
+
+
+class AbortAll(Struct, tag="abort", array_like=True, frozen=True):
+    """Ends all requests, with the tokens that they have; also while another action waits."""
+
+
+class CheckWeights(Struct, tag="check", array_like=True, frozen=True):
+    """Refuses an update that does not fit, and changes nothing."""
+
+    path: str | None
+    """A folder with a checkpoint, or a .safetensors file; None: the tensors that were staged."""
+    is_partial: bool
+
+
+class UpdateWeights(Struct, tag="update", array_like=True, frozen=True):
+    path: str | None
+    is_partial: bool
+    running: Running
+    version: str
+
+
+class StagePickled(Struct, tag="stage", array_like=True, frozen=True):
+    """Keeps tensors for the next update: a pickle of pairs of a name and a tensor."""
+
+    data: bytes
+
+
+class DropStaged(Struct, tag="drop", array_like=True, frozen=True):
+    """Forgets the tensors that were kept."""
+
+
+Action = (
+    ResetPrefixCache
+    | Pause
+    | Resume
+    | AbortAll
+    | CheckWeights
+    | UpdateWeights
+    | (StagePickled | DropStaged)
+)
+
+
+class AdminRequest(Struct, tag="admin", array_like=True, frozen=True):
+    """An action of an administrator; an AdminReply with the same id follows."""
+
+    id: str
+    action: Action
+
+
+ToEngine = Add | Cancel | AdminRequest
 
 
 class TokenLogprobs(Struct, array_like=True, frozen=True):
@@ -51,6 +113,8 @@ class TokenDelta(Struct, array_like=True, frozen=True):
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs] = []
     """Of the prompt's tokens from the second on; with the first new token, if wanted."""
+    weight_version: str = ""
+    """The version of the weights that computed the newest token."""
 
 
 class Progress(Struct, tag="progress", array_like=True, frozen=True):
@@ -134,7 +198,17 @@ class Failed(Struct, tag="failed", array_like=True, frozen=True):
     message: str
 
 
-FromEngine = Progress | Refused | EngineReady | Stats | Failed | Loading | Beat
+class AdminReply(Struct, tag="admin_reply", array_like=True, frozen=True):
+    id: str
+    error: str = ""
+    """Name of the class in errors.py; empty: the action succeeded."""
+    message: str = ""
+
+
+FromEngine = Progress | Refused | EngineReady | Stats | Failed | Loading | Beat | AdminReply
+
+ABORTED = "aborted"
+"""The stop_reason of an answer that an administrator ended; its finish_reason is "abort"."""
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:

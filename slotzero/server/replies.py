@@ -105,10 +105,12 @@ class Delta(ReplyModel):
 
 
 class TokenIds(ReplyModel):
-    """Fields of a choice with return_token_ids."""
+    """Fields of a choice beside OpenAI's."""
 
-    token_ids: list[int] | None = None
+    token_ids: list[int] | None = None  # this and the next: with return_token_ids
     prompt_token_ids: list[int] | None = None
+    weight_version: str | None = None
+    """The version of the weights that computed its last token."""
 
 
 class ChatChoice(TokenIds):

@@ -21,7 +21,6 @@ from slotzero.server.messages import Stats
 from slotzero.server.metrics import certified
 from slotzero.server.protocol import DetokenizeRequest, TokenizeRequest
 from slotzero.server.replies import (
-    Empty,
     Health,
     Prompt,
     ServerInfo,
@@ -58,12 +57,6 @@ def engine_routes(state: AppState) -> APIRouter:
         if (progress := _progress(state.client)) is not None:
             health.progress = progress
         return told(health, 200 if state.engine_state == "ready" else 503)
-
-    @router.post("/reset_prefix_cache", responses=responses(Empty), response_model=None)
-    async def reset_prefix_cache() -> Response:
-        """Forget all cached prefixes; running requests keep their pages."""
-        state.client.reset_prefix_cache()
-        return told(Empty())
 
     @router.get("/version", responses=responses(Version), response_model=None)
     async def version() -> Response:
