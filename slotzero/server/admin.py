@@ -8,18 +8,19 @@ gets the weights of the last update from its folder, or stays out if they came a
 import asyncio
 from contextlib import suppress
 
-from slotzero.errors import SlotzeroError
+from slotzero.errors import RequestError, SlotzeroError
 from slotzero.server.generation import Client
 from slotzero.server.messages import (
     AbortAll,
     Action,
     CheckWeights,
     DropStaged,
+    JoinGroup,
+    LeaveGroup,
     Pause,
     ResetPrefixCache,
     Resume,
     Running,
-    StagePickled,
     UpdateWeights,
 )
 
@@ -36,8 +37,8 @@ class Admin:
         self._num_updates = 0
         self._folder: tuple[Action, ...] = ()  # restores the weights of a restarted engine
         self.is_paused = False
-        self.has_staged = False
-        """Whether tensors wait for the end of an update."""
+        self._has_staged = False  # whether tensors wait for the end of an update
+        self._staged_version: str | None = None
         self.weight_version = "0"
 
     async def reset_prefix_cache(self) -> None:
@@ -59,20 +60,48 @@ class Admin:
             self.is_paused = False
             self._remember()
 
-    async def stage(self, data: bytes) -> None:
-        """Send pickled tensors for the next update."""
+    async def join_group(self, name: str, address: tuple[str, int], rank: int, size: int) -> None:
+        """Let the engines join a trainer's group, from this rank on."""
+        num = len(self._client.replicas)
+        if rank < 1 or rank + num > size:
+            raise RequestError(
+                f"world_size: {num} engines from rank_offset {rank} on do not fit into {size}; "
+                "the trainer is rank 0",
+                "world_size",
+            )
         async with self._lock:
-            self.has_staged = True
-            await self._client.perform(StagePickled(data))
+            await self._client.perform(JoinGroup(name, *address, rank, size))
+
+    async def leave_group(self, name: str) -> None:
+        async with self._lock:
+            await self._client.perform(LeaveGroup(name))
+
+    async def stage(self, action: Action, version: str | None = None) -> None:
+        """Send tensors for the next update, which has this version. If they cannot be read, those
+        that were sent before are dropped too."""
+        async with self._lock:
+            self._has_staged, self._staged_version = True, version
+            try:
+                await self._client.perform(action)
+            except SlotzeroError:
+                await self._drop_staged()
+                raise
 
     async def drop_staged(self) -> None:
         async with self._lock:
-            await self._client.perform(DropStaged())
-            self.has_staged = False
+            if self._has_staged:
+                await self._drop_staged()
+
+    async def update_staged(self, *, version: str | None = None, running: Running = "hold") -> str:
+        """Replace the weights of which tensors were sent, if any; return their version."""
+        if not self._has_staged:
+            return self.weight_version
+        version = self._staged_version if version is None else version
+        return await self.update(None, partial=True, running=running, version=version)
 
     async def update(
         self,
-        path: str | None = None,
+        path: str | None,
         *,
         partial: bool = False,
         running: Running = "hold",
@@ -90,15 +119,18 @@ class Admin:
                 await self._client.perform(update)
             except SlotzeroError:
                 if path is None:
-                    self.has_staged = False
-                    with suppress(SlotzeroError):  # then the tensors are gone too
-                        await self._client.perform(DropStaged())
+                    await self._drop_staged()
                 raise
             self._will_have(update)
             self._num_updates += 1
-            self.has_staged &= path is not None
+            self._has_staged &= path is not None
             self.weight_version = version
             return version
+
+    async def _drop_staged(self) -> None:
+        self._has_staged = False
+        with suppress(SlotzeroError):  # then the tensors are gone too
+            await self._client.perform(DropStaged())
 
     def _will_have(self, update: UpdateWeights) -> None:
         path = update.path

@@ -28,7 +28,10 @@ from slotzero.server.routes_engine import engine_routes
 from slotzero.server.routes_ollama import ollama_routes
 from slotzero.server.routes_openai import openai_routes
 from slotzero.server.routes_responses import responses_routes
+from slotzero.server.routes_sglang import sglang_admin_routes, sglang_routes
+from slotzero.server.routes_vllm import vllm_routes
 from slotzero.server.settings import ServerSettings
+from slotzero.server.sglang_running import RunningRequests
 from slotzero.server.status import (
     BUG,
     HTTP,
@@ -75,7 +78,9 @@ def make_app(
     app.include_router(anthropic_routes(state))
     app.include_router(ollama_routes(state))
     app.include_router(engine_routes(state))
-    admin = [admin_routes(state)]
+    running = RunningRequests()
+    app.include_router(sglang_routes(state, running))
+    admin = [admin_routes(state), sglang_admin_routes(state, running), vllm_routes(state)]
     if settings.enable_admin:
         for router in admin:
             app.include_router(router)

@@ -6,12 +6,15 @@ check has left a mixture of two models, so the process ends.
 """
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slotzero.checkpoint.pickled import tensors_of_file, tensors_of_pickle
+from slotzero.distributed.update_group import Announced, UpdateGroup
 from slotzero.errors import InvalidInputError, SlotzeroError
 from slotzero.server.messages import (
     AbortAll,
@@ -20,9 +23,13 @@ from slotzero.server.messages import (
     AdminRequest,
     CheckWeights,
     DropStaged,
+    JoinGroup,
+    LeaveGroup,
+    LongAction,
     Pause,
     ResetPrefixCache,
     Resume,
+    StageBroadcast,
     StagePickled,
     UpdateWeights,
 )
@@ -43,10 +50,15 @@ class EngineAdmin:
         reply: Callable[[AdminReply], None],
         abort: Callable[[], None],
         report: Callable[[], None],
+        later: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`abort` ends all requests; `report` sends those that have ended."""
+        """`abort` ends all requests; `report` sends those that have ended; `later` calls a function
+        between two steps, from any thread."""
         self._engine, self._reply, self._abort, self._report = engine, reply, abort, report
+        self._later = later
         self._waiting: deque[AdminRequest] = deque()
+        self._is_busy = False  # with a long action
+        self._groups: dict[str, UpdateGroup] = {}
         self._staged: dict[str, Tensor] = {}
         self.is_paused = False
         self.is_broken = False
@@ -62,10 +74,18 @@ class EngineAdmin:
         """Perform the actions that need not wait for running requests."""
         while self._waiting and not self._must_wait(self._waiting[0].action):
             self._engine.schedulers.let_in(True)
-            self._perform(self._waiting.popleft())
+            request = self._waiting.popleft()
+            if isinstance(request.action, LongAction):
+                self._is_busy = True
+                threading.Thread(target=self._run_long, args=(request,), daemon=True).start()
+            else:
+                self._perform(request)
 
     def _must_wait(self, action: Action) -> bool:
-        """Return whether running requests are to end first; let them run, but no others."""
+        """Return whether a long action has not ended, or running requests are to end first; then
+        let them run, but no others."""
+        if self._is_busy:
+            return True
         if not isinstance(action, Pause | UpdateWeights) or action.running != "finish":
             return False
         if self.is_paused or not self._engine.schedulers.num_running:
@@ -73,12 +93,43 @@ class EngineAdmin:
         self._engine.schedulers.let_in(False)
         return True
 
-    def _perform(self, request: AdminRequest) -> None:
+    def _run_long(self, request: AdminRequest) -> None:
+        """Do the part of a long action that waits for a trainer, in a thread."""
         try:
+            keep = self._wait_for_trainer(request.action)
+        except Exception as error:
+            keep = partial(_raise, error)
+        self._later(partial(self._end_long, request, keep))
+
+    def _end_long(self, request: AdminRequest, keep: Callable[[], None]) -> None:
+        self._is_busy = False
+        self._answer(request, keep)
+
+    def _wait_for_trainer(self, action: Action) -> Callable[[], None]:
+        """Return what keeps the outcome, between two steps."""
+        if isinstance(action, JoinGroup):
+            address, device = (action.host, action.port), self._engine.worker.registry.device
+            made = UpdateGroup(action.group, address, action.rank, action.size, device)
+            return partial(self._groups.__setitem__, action.group, made)
+        assert isinstance(action, StageBroadcast)
+        group = self._groups.get(action.group)
+        if group is None:
+            raise InvalidInputError(f"there is no group {action.group!r}: make it first")
+        announced = [Announced(*one) for one in action.tensors]
+        return partial(self._stage, list(group.receive(announced, action.chunk_bytes)))
+
+    def _perform(self, request: AdminRequest) -> None:
+        def perform() -> None:
             try:
                 self._run(request.action)
             finally:
                 self._report()
+
+        self._answer(request, perform)
+
+    def _answer(self, request: AdminRequest, work: Callable[[], None]) -> None:
+        try:
+            work()
         except Exception as error:
             name = type(error).__name__
             if isinstance(error, InvalidInputError):
@@ -109,6 +160,8 @@ class EngineAdmin:
                 self._update(action)
             case StagePickled(data):
                 self._stage(tensors_of_pickle(data))
+            case LeaveGroup(group):
+                self._groups.pop(group, None)
             case DropStaged():
                 self._staged = {}
 
@@ -148,3 +201,7 @@ class EngineAdmin:
             if name in self._staged:
                 raise InvalidInputError(f"tensor {name} is given twice for one update")
             self._staged[name] = tensor
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -18,12 +18,14 @@ import random
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from msgspec import structs
+
 from slotzero.engine.router import RouteLoad, Router
 from slotzero.errors import EngineDiedError, EngineUnavailableError, OverloadedError
 from slotzero.server.broadcast import Broadcast
 from slotzero.server.client import EngineClient, Launch, State, launch_here
 from slotzero.server.heartbeat import ResponseLimits
-from slotzero.server.messages import Action, Loading, Stats, TokenDelta
+from slotzero.server.messages import Action, JoinGroup, Loading, Stats, TokenDelta
 from slotzero.server.share import Share
 from slotzero.server.stream import Stream
 from slotzero.server.sum_stats import sum_stats
@@ -152,7 +154,7 @@ class Fleet:
                     f"{replica.name} is {replica.state}: an action needs all engines; try again "
                     "later"
                 )
-        work = [replica.perform(action) for replica in self.replicas]
+        work = [replica.perform(_for(i, action)) for i, replica in enumerate(self.replicas)]
         for outcome in await asyncio.gather(*work, return_exceptions=True):
             if outcome is not None:
                 raise outcome
@@ -228,6 +230,13 @@ class RoutedRequest(AsyncIterator[TokenDelta]):
         if fleet.is_draining:
             raise died
         self._stream = fleet.send(*self._arguments)
+
+
+def _for(index: int, action: Action) -> Action:
+    """Return the action for one engine: each has a rank of its own in a group."""
+    if isinstance(action, JoinGroup):
+        return structs.replace(action, rank=action.rank + index)
+    return action
 
 
 def _load(replica: EngineClient) -> RouteLoad:

@@ -7,7 +7,7 @@ reason, no request stays in the engine.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from slotzero.errors import DeadlineError, EngineDiedError, RequestError, RequestRefusedError
@@ -117,9 +117,12 @@ class Generation:
         if task is not None:
             task.cancel()
 
-    def cancel(self) -> None:
-        """End all answers early; the reader gets what there is, with the reason "cancelled"."""
+    def cancel(self, only: Collection[int] | None = None) -> None:
+        """End all answers, or only these, early; the reader gets what there is, with the reason
+        "cancelled"."""
         for index, task in self._tasks.items():
+            if only is not None and index not in only:
+                continue
             task.cancel()
             num_tokens = self.answers[index].num_tokens
             self._mail.put_nowait(TextDelta(index, "", [], "cancelled", num_tokens))

@@ -70,10 +70,39 @@ class StagePickled(Struct, tag="stage", array_like=True, frozen=True):
     data: bytes
 
 
+class JoinGroup(Struct, tag="join", array_like=True, frozen=True):
+    """Joins a broadcast group, whose rank 0 is a trainer."""
+
+    group: str
+    host: str
+    port: int
+    rank: int
+    """That of the first engine; the others follow."""
+    size: int
+
+
+class StageBroadcast(Struct, tag="receive", array_like=True, frozen=True):
+    """Receives tensors over a group, and keeps them for the next update."""
+
+    group: str
+    tensors: list[tuple[str, str, list[int]]]
+    """Names, types and shapes, in the order in which they are sent."""
+    chunk_bytes: int | None
+    """None: they are sent one by one; else packed in chunks of this size."""
+
+
+class LeaveGroup(Struct, tag="leave", array_like=True, frozen=True):
+    """Leaves a broadcast group; ignored if the engine is in none of this name."""
+
+    group: str
+
+
 class DropStaged(Struct, tag="drop", array_like=True, frozen=True):
     """Forgets the tensors that were kept."""
 
 
+LongAction = JoinGroup | StageBroadcast
+"""Actions that wait for a trainer: steps go on meanwhile."""
 Action = (
     ResetPrefixCache
     | Pause
@@ -81,7 +110,10 @@ Action = (
     | AbortAll
     | CheckWeights
     | UpdateWeights
-    | (StagePickled | DropStaged)
+    | StagePickled
+    | LeaveGroup
+    | DropStaged
+    | LongAction
 )
 
 

@@ -68,7 +68,7 @@ _MOST_UNSENT = 64 << 20
 _NOT_OURS = ("n", "stop", "detokenize")  # SamplingParams that the HTTP process resolves
 _log = logging.getLogger("slotzero.server")
 
-Inbox = queue.SimpleQueue[ToEngine]
+Inbox = queue.SimpleQueue[ToEngine | Callable[[], None]]
 
 
 class Outbox:
@@ -133,7 +133,9 @@ class EngineLoop:
         from slotzero.server.engine_admin import EngineAdmin
 
         self._engine = engine
-        self._admin = EngineAdmin(engine, outbox.put, self._abort, self._report_ended)
+        self._admin = EngineAdmin(
+            engine, outbox.put, self._abort, self._report_ended, later=inbox.put
+        )
         self._turned = turned
         self._inbox = inbox
         self._outbox = outbox
@@ -189,8 +191,11 @@ class EngineLoop:
                 self._has_grammars = True
                 self._engine.prepare_grammars()
 
-    def _apply(self, message: ToEngine) -> None:
+    def _apply(self, message: ToEngine | Callable[[], None]) -> None:
         self._has_changed = True
+        if callable(message):
+            message()
+            return
         if isinstance(message, Cancel):
             self._engine.cancel(message.id)
             self._handles.pop(message.id, None)

@@ -1,14 +1,20 @@
 """Tests of pauses and weight updates over HTTP, with engines in threads of this process."""
 
 import asyncio
+import base64
 import gc
 import os
+import pickle
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
-from threaded_engine import Stack, stack, tensors_of, write_folder
+from safetensors.torch import load_file, save_file
+from served import free_port
+from threaded_engine import SOON, Stack, stack, tensors_of, write_folder
 
 from slotzero import LLM, SamplingParams
 from slotzero.server import client as client_module
@@ -16,6 +22,7 @@ from slotzero.server import client as client_module
 pytestmark = pytest.mark.slow
 
 PROMPT = list(range(20))
+TRAINER = f"{Path(__file__).parent.parent}/support/broadcasting_trainer.py"
 
 
 def fresh_tokens(folder: str, prompt: list[int], num: int) -> list[int]:
@@ -120,6 +127,142 @@ def test_a_file_replaces_a_part(tmp_path: Path) -> None:
             choice = await served.complete(PROMPT)
             assert choice["weight_version"] == "5"
             assert choice["token_ids"] == fresh_tokens(folder, PROMPT, 8)
+
+    asyncio.run(run())
+
+
+def pickled(tensors: dict[str, Any]) -> list[str]:
+    return [base64.b64encode(pickle.dumps(list(tensors.items()))).decode()]
+
+
+def test_tensors_wait_for_each_other(tmp_path: Path) -> None:
+    """They replace the weights together, also if two buckets have parts of one weight."""
+    folder = write_folder(tmp_path / "a", 1)
+    names = sorted(tensors := tensors_of(1))
+    buckets = [{name: tensors[name] for name in names[i::2]} for i in range(2)]
+    path, wrong = "/update_weights_from_tensor", "model.norm.weight"
+
+    async def run() -> None:
+        async with stack(2) as served:
+            old = await served.complete(PROMPT)
+            body = {"flush_cache": False, "weight_version": "s1"}
+            for bucket in buckets:
+                await served.post(path, body | {"serialized_named_tensors": pickled(bucket)})
+                assert (await served.complete(PROMPT))["token_ids"] == old["token_ids"]
+            await served.post("/continue_generation")
+            made = await served.post(
+                "/generate",
+                {
+                    "input_ids": PROMPT,
+                    "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
+                },
+            )
+            assert made["meta_info"]["weight_version"] == "s1"
+            assert made["output_ids"] == fresh_tokens(folder, PROMPT, 8)
+            await served.post(path, body | {"serialized_named_tensors": pickled(buckets[0])})
+            bad = {"serialized_named_tensors": pickled({wrong: tensors[wrong][1:]})}
+            error = (await served.post(path, bad, 400))["error"]["message"]
+            assert f"{wrong} is given twice" in error or f"{wrong} has shape" in error
+            assert (await served.complete(PROMPT))["token_ids"] == made["output_ids"]
+            made = await served.post("/update_weights_from_tensor", bad, 400)
+            assert f"{wrong} has shape" in made["error"]["message"], "the others were dropped"
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def trainer(served: Stack, file: Path, group: str, chunk_bytes: int) -> AsyncIterator[int]:
+    """Start a process that broadcasts the tensors of a file, as often as there are stages; yield
+    the port of its group."""
+    port, size = free_port(), 1 + len(served.engines)
+    words = [TRAINER, f"{port}", f"{size}", group, f"{file}", f"{chunk_bytes}"]
+    process = await asyncio.create_subprocess_exec(sys.executable, *words)
+    try:
+        yield port
+        assert await asyncio.wait_for(process.wait(), SOON) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def test_a_trainer_broadcasts_for_sglang(tmp_path: Path) -> None:
+    """Requests run on while tensors arrive."""
+    folder = Path(write_folder(tmp_path / "a", 1))
+    tensors, group = load_file(folder / "model.safetensors"), "weight_update_group"
+    body = {
+        "names": list(tensors),
+        "dtypes": [str(tensor.dtype) for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "weight_version": "s1",
+    }
+
+    async def run() -> None:
+        async with (
+            stack(2) as served,
+            trainer(served, folder / "model.safetensors", group, 0) as port,
+        ):
+            info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
+            asks = await in_flight(served, 2, 90)
+            await served.post("/init_weights_update_group", info | {"world_size": 3})
+            made = await served.post("/update_weights_from_distributed", body)
+            assert made["success"]
+            assert {choice["weight_version"] for choice in await asyncio.gather(*asks)} <= {
+                "0",
+                "s1",
+            }
+            answer = await served.complete(PROMPT)
+            assert answer["weight_version"] == "s1"
+            assert answer["token_ids"] == fresh_tokens(f"{folder}", PROMPT, 8)
+            await served.post("/destroy_weights_update_group", {})
+            made = await served.post("/update_weights_from_distributed", body, 400)
+            assert "make it first" in made["error"]["message"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 20_000])
+def test_a_trainer_broadcasts_for_vllm(chunk_bytes: int, tmp_path: Path) -> None:
+    folder = Path(write_folder(tmp_path / "a", 1))
+    tensors = load_file(folder / "model.safetensors")  # in the order in which they are sent
+    body = {
+        "names": list(tensors),
+        "dtype_names": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+    }
+
+    async def run() -> None:
+        async with (
+            stack() as served,
+            trainer(served, folder / "model.safetensors", "weight_transfer", chunk_bytes) as port,
+        ):
+            old = await served.complete(PROMPT)
+            size = (await served.get("/get_world_size"))["world_size"] + 1
+            info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
+            info |= {"world_size": size, "packed": chunk_bytes > 0}
+            if chunk_bytes:
+                info["packed_buffer_size_bytes"] = chunk_bytes
+            await served.post("/init_weight_transfer_engine", {"init_info": info})
+            await served.post("/start_weight_update")
+            await served.post("/update_weights", {"update_info": body})
+            assert (await served.complete(PROMPT))["token_ids"] == old["token_ids"]
+            await served.post("/finish_weight_update", {"weight_version": "9"})
+            answer = await served.complete(PROMPT)
+            assert answer["weight_version"] == "9"
+            assert answer["token_ids"] == fresh_tokens(f"{folder}", PROMPT, 8)
+            await served.post("/shutdown_weight_transfer_engine")
+
+    asyncio.run(run())
+
+
+def test_a_group_that_does_not_fit_is_refused() -> None:
+    async def run() -> None:
+        async with stack(2) as served:
+            info = {"master_address": "127.0.0.1", "master_port": 1}
+            for rank, size in ((0, 3), (1, 2), (2, 3)):
+                body = info | {"rank_offset": rank, "world_size": size}
+                made = await served.post("/init_weights_update_group", body, 400)
+                assert made["error"]["param"] == "world_size"
 
     asyncio.run(run())
 
