@@ -35,7 +35,7 @@ class CompletionWriter:
         model: str,
     ) -> None:
         """`model`: the name in replies, whichever of the model's names the request used."""
-        self._shapes = LogprobShapes(tokenizer)
+        self._shapes = LogprobShapes(tokenizer, body.return_tokens_as_token_ids)
         self._num_sharing = answers_per_score(body)
         self._num_top, self._num_prompt_top = body.logprobs, body.prompt_logprobs
         self._is_echoed = bool(body.echo)

@@ -149,6 +149,7 @@ class ChatReply(Head):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None  # with return_token_ids
 
 
 class ChatChunk(Head):
@@ -228,6 +229,8 @@ class ServerInfo(ReplyModel):
     formats: dict[str, Any]
     """The formats of tool calls and reasoning, and whether Slotzero's own prompt shows tools."""
     engine: dict[str, Any]
+    vllm_config: dict[str, Any]
+    """The part of vLLM's configuration that trainers read."""
 
 
 def head(prefix: str, kind: str, model: str, name: str | None = None) -> dict[str, Any]:

@@ -161,7 +161,17 @@ def _server_info(state: AppState) -> ServerInfo:
             "reasoning": state.reasoning.name if state.reasoning else None,
         },
         engine=info,
+        vllm_config=_vllm_config(state),
     )
+
+
+def _vllm_config(state: AppState) -> dict[str, Any]:
+    """Return what TRL reads: whether weights can be sent over a group, and their type."""
+    has_transfer, limits = state.settings.enable_admin, state.client.info.get("limits", {})
+    return {
+        "weight_transfer_config": {"backend": "torch.distributed"} if has_transfer else None,
+        "model_config": {"dtype": f"torch.{limits.get('dtype', 'float32')}"},
+    }
 
 
 def _progress(replica: Replica) -> dict[str, Any] | None:
