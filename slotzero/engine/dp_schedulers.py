@@ -85,6 +85,11 @@ class DpSchedulers(Sequence[Scheduler]):
             scheduler.remember(rows)
         return step
 
+    def let_in(self, admits: bool) -> None:
+        """Say whether waiting requests may begin."""
+        for scheduler in self:
+            scheduler.admits = admits
+
     def abandon(self) -> None:
         for scheduler in self:
             scheduler.abandon()

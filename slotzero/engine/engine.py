@@ -256,6 +256,11 @@ class Engine:
         for scheduler in self.schedulers:
             scheduler.ledger.cache.clear()
 
+    def check_weights(self, weights: Given | str | Path, partial: bool = False) -> None:
+        """Raise WeightUpdateError unless `update_weights` can take these; change nothing."""
+        with self.lock:
+            self.worker.check_update(self._given(weights), partial)
+
     def update_weights(
         self,
         weights: Given | str | Path,
@@ -318,14 +323,12 @@ class Engine:
         """Commit all steps in flight, and bring the running requests to a state in which the next
         step may have other weights."""
         if running == "finish":
-            for scheduler in self.schedulers:
-                scheduler.admits = False
+            self.schedulers.let_in(False)
             try:
                 while self.schedulers.num_running:
                     self.step()
             finally:
-                for scheduler in self.schedulers:
-                    scheduler.admits = True
+                self.schedulers.let_in(True)
         while self._in_flight:
             grown: list[RequestHandle] = []
             self._commit(grown)

@@ -10,7 +10,7 @@ of the field.
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slotzero.errors import RequestError
@@ -63,7 +63,10 @@ async def plan_answer(state: AppState, conversation: Conversation) -> AnswerPlan
     if form.has_markers:
         given["skip_special_tokens"] = False  # markers may be special tokens
     names = {"prompt": field, **conversation.names, "structured_outputs": name}
-    requests = generation_requests(given, [tokens], [""], conversation.n, structure, names)
+    requests = [
+        replace(request, shows_end=conversation.scores_all)
+        for request in generation_requests(given, [tokens], [""], conversation.n, structure, names)
+    ]
     return AnswerPlan(requests, form, text, state.reasoning is not None)
 
 

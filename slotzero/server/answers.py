@@ -3,8 +3,8 @@
 This module does not know HTTP, tools or the request's other answers. Stop strings are found here,
 by OutputText: the engine, in its own process, handles token ids only.
 
-The rule: a token's log probability is sent once its text is final, and never if a stop string or
-the end of the sequence removed its text.
+The rule: a token's log probability is sent once its text is final, and, unless the request asks for
+those of every token, never if a stop string or the end of the sequence removed its text.
 """
 
 from bisect import bisect_left
@@ -16,7 +16,7 @@ from typing import Any
 from slotzero.engine.output_text import OutputText
 from slotzero.errors import EngineDiedError
 from slotzero.sampling.params import SamplingParams
-from slotzero.server.messages import TokenDelta, TokenLogprobs
+from slotzero.server.messages import ABORTED, TokenDelta, TokenLogprobs
 from slotzero.text.tokenizer import Tokenizer
 
 
@@ -39,8 +39,8 @@ class GenerationRequest:
     is_answered: bool = True
     """Whether the answer is sent. If not, the engine generates one token, which is dropped."""
     shows_end: bool = False
-    """Whether the token that ends the answer has log probabilities too, although it is not text:
-    clients that score an echo expect them for every generated token."""
+    """Whether tokens that end the answer have log probabilities too, although they are not text:
+    clients that score an echo, and trainers, expect them for every generated token."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class TextDelta:
     """Tokens of the answer so far, including those whose text is held back."""
     token_ids: list[int] = field(default_factory=list)
     """New tokens, including the one that ended the answer."""
+    weight_version: str = ""
 
     def __add__(self, later: "TextDelta") -> "TextDelta":
         return TextDelta(
@@ -73,6 +74,7 @@ class TextDelta:
             later.finish_reason,
             later.num_tokens,
             self.token_ids + later.token_ids,
+            later.weight_version,
         )
 
 
@@ -87,9 +89,12 @@ class AnswerBuilder:
         self.num_cached = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
+        self.weight_version = ""
+        """The version of the weights that computed the newest token."""
 
     def grow(self, grown: TokenDelta) -> TextDelta:
-        if grown.finish_reason == "abort":
+        self.weight_version = grown.weight_version
+        if grown.finish_reason == "abort" and grown.stop_reason != ABORTED:
             raise EngineDiedError("the engine aborted this request: send it again")
         if self.num_tokens == 0:
             self.num_cached = min(grown.num_cached, len(self.request.prompt))
@@ -127,8 +132,14 @@ class AnswerBuilder:
         rows = []
         while self._rows and (is_over or self._rows[0][1] <= num_final):
             row, end = self._rows.popleft()
-            if not is_over or row.offset < num_final or row.offset == end:
+            if not is_over or self.request.shows_end or row.offset < num_final or row.offset == end:
                 rows.append(row)
         return TextDelta(
-            self.request.index, text, rows, self.finish_reason, self.num_tokens, token_ids
+            index=self.request.index,
+            text=text,
+            rows=rows,
+            finish_reason=self.finish_reason,
+            num_tokens=self.num_tokens,
+            token_ids=token_ids,
+            weight_version=self.weight_version,
         )

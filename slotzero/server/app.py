@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 from slotzero import __version__
 from slotzero.errors import SlotzeroError
@@ -22,13 +22,17 @@ from slotzero.server.connections import Connections, Tracked
 from slotzero.server.gate import GateMiddleware, log
 from slotzero.server.generation import Client
 from slotzero.server.metrics import Metrics
+from slotzero.server.routes_admin import admin_routes
 from slotzero.server.routes_anthropic import anthropic_routes
 from slotzero.server.routes_engine import engine_routes
 from slotzero.server.routes_ollama import ollama_routes
 from slotzero.server.routes_openai import openai_routes
 from slotzero.server.routes_responses import responses_routes
+from slotzero.server.routes_sglang import sglang_admin_routes, sglang_routes
 from slotzero.server.routes_vectors import vector_routes
+from slotzero.server.routes_vllm import vllm_routes
 from slotzero.server.settings import ServerSettings
+from slotzero.server.sglang_running import RunningRequests
 from slotzero.server.status import (
     BUG,
     HTTP,
@@ -76,6 +80,13 @@ def make_app(
     app.include_router(ollama_routes(state))
     app.include_router(vector_routes(state))
     app.include_router(engine_routes(state))
+    running = RunningRequests()
+    app.include_router(sglang_routes(state, running))
+    admin = [admin_routes(state), sglang_admin_routes(state, running), vllm_routes(state)]
+    if settings.enable_admin:
+        for router in admin:
+            app.include_router(router)
+    state.admin_paths = frozenset(path for router in admin for path in paths_of(router))
     _tell_errors(app, state)
     app.add_middleware(
         GateMiddleware,
@@ -83,6 +94,7 @@ def make_app(
         refused=state.metrics.refused,
         connections=connections,
         is_closing=lambda: state.is_closing,
+        admin_paths=state.admin_paths if settings.enable_admin else (),
     )
     if settings.allowed_origins:  # outside the gate: a browser's preflight request has no key
         app.add_middleware(
@@ -90,7 +102,7 @@ def make_app(
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "X-Weight-Version", "Retry-After"],
         )
     app.add_middleware(Tracked)
     return app
@@ -131,6 +143,10 @@ def _tell_errors(app: FastAPI, state: AppState) -> None:
         return refuse(request, status, http_message(request, error), headers=headers)
 
 
+def paths_of(router: APIRouter) -> list[str]:
+    return [route.path for route in router.routes if isinstance(route, Route)]
+
+
 def _methods(app: FastAPI, request: Request) -> set[str]:
     """Return the methods of all routes of this path; the framework names those of the first."""
     found = [route for route in app.router.routes if route.matches(request.scope)[0] != Match.NONE]
@@ -143,6 +159,8 @@ def http_message(request: Request, error: HTTPException) -> str:
     if error.status_code == 400 and error.__cause__ is not None:
         return f"the body is not JSON: {error.__cause__}"
     if error.status_code == 404 and error.detail == "Not Found":
+        if request.url.path in request.app.state.slotzero.admin_paths:
+            return f"{path} is off: start the server with --enable-admin"
         return f"no route {path}; OpenAI's routes begin with /v1, and /openapi.json lists all"
     if error.status_code == 405:
         return f"{path} does not support the method {request.method}"
@@ -180,6 +198,8 @@ def _told(error: Any) -> str:
 def field_path(error: Any, body: Any) -> str:
     """Return a path such as 'messages[0].role'. pydantic puts the branches of a union into the
     path; they are recognised because the body does not contain them."""
+    if error["loc"][0] == "query":
+        return str(error["loc"][1])
     path, value = "", body
     places = error["loc"][1:]
     for i, place in enumerate(places):

@@ -5,12 +5,13 @@ It knows no single request.
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from slotzero.config import DEFAULT_MODEL
 from slotzero.errors import ContextError, EngineUnavailableError, UnknownModelError
 from slotzero.models.pooling import Pooling
+from slotzero.server.admin import Admin
 from slotzero.server.answers import GenerationRequest
 from slotzero.server.generation import Client, Generation
 from slotzero.server.metrics import Metrics
@@ -48,6 +49,9 @@ class AppState:
         )
         self.score_template = ScoreTemplate(client.settings.get("score_template"))
         self.responses = response_store(settings.response_store, settings.max_stored_responses)
+        self.admin = Admin(client)
+        self.admin_paths: Collection[str] = ()
+        """Paths of the routes for administrators, on or off."""
         self.is_closing = False
         """Set when the server shuts down, to end streams that would never end by themselves."""
 

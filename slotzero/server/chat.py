@@ -40,7 +40,7 @@ class ChatWriter:
         self, body: ChatRequest, tokenizer: Tokenizer, plan: AnswerPlan, model: str
     ) -> None:
         """`model`: the name in replies, whichever of the model's names the request used."""
-        self._shapes = LogprobShapes(tokenizer)
+        self._shapes = LogprobShapes(tokenizer, body.return_tokens_as_token_ids)
         self._num_top = body.top_logprobs or 0
         self._has_logprobs = bool(body.logprobs)
         self._num_prompt_top = body.prompt_logprobs
@@ -62,6 +62,8 @@ class ChatWriter:
             return
         for message, reason in self._messages(choice, delta):
             chunk = self._chunk(delta.index, message, reason)
+            if reason is not None and delta.weight_version:
+                chunk.choices[0].weight_version = delta.weight_version
             self._usage.put(chunk, generation.answers)
             yield self.shape.event(chunk.json_bytes())
 
@@ -88,7 +90,12 @@ class ChatWriter:
 
     def whole(self, generation: Generation) -> ChatReply:
         choices = [self._whole_choice(i, choice) for i, choice in enumerate(self._choices)]
+        for choice, answer in zip(choices, generation.answers, strict=True):
+            if answer.weight_version:
+                choice.weight_version = answer.weight_version
         made = ChatReply(choices=choices, usage=self._counts(generation), **self._head)
+        if self._shows_tokens:
+            made.prompt_token_ids = self._prompt
         if self._num_prompt_top is not None:
             scores = generation.answers[0].prompt_logprobs
             made.prompt_logprobs = self._shapes.of_prompt(

@@ -42,6 +42,7 @@ def chat_conversation(body: ChatRequest, *, trusts_templates: bool) -> Conversat
         ),
         structure=structure_of(body),
         bad_words=body.bad_words or (),
+        scores_all=bool(body.return_token_ids),
         n=body.n or 1,
         names=names,
     )

@@ -34,7 +34,10 @@ from slotzero.server.broadcast import Broadcast
 from slotzero.server.heartbeat import INTERVAL, HeartbeatMonitor, ResponseLimits
 from slotzero.server.messages import (
     MAX_FRAME,
+    Action,
     Add,
+    AdminReply,
+    AdminRequest,
     Beat,
     Cancel,
     EngineReady,
@@ -44,7 +47,6 @@ from slotzero.server.messages import (
     Loading,
     Progress,
     Refused,
-    ResetPrefixCache,
     Stats,
     TokenDelta,
     frame,
@@ -141,6 +143,12 @@ class EngineClient:
         self._numbers = itertools.count()
         self._open: dict[str, _OpenRequest] = {}
         self._num_waiting = 0  # requests in _open that have not started
+        self._actions: dict[str, asyncio.Future[None]] = {}
+        self._restoring: asyncio.Task[None] | None = None
+        self.restores: tuple[Action, ...] = ()
+        """What a restarted process does before it is ready."""
+        self.lost_weights = ""
+        """Why a restarted process would serve other weights, so that none is; else empty."""
 
     async def start(self) -> None:
         if self._supervisor is not None:
@@ -186,6 +194,43 @@ class EngineClient:
         self._num_waiting += 1
         self._writer.write(data)
         return stream
+
+    async def perform(self, action: Action) -> None:
+        """Let the engine perform an action of an administrator."""
+        if self.state != "ready" or self._writer is None:
+            raise self._unavailable()
+        await self._send_action(action)
+
+    async def _send_action(self, action: Action) -> None:
+        assert self._writer is not None
+        number = f"{next(self._numbers)}"
+        data = frame(AdminRequest(number, action))
+        if len(data) > MAX_FRAME:
+            raise RequestRefusedError(
+                "RequestError",
+                f"the tensors have {len(data)} bytes, at most {MAX_FRAME} at once: send fewer, or "
+                "write them to a .safetensors file",
+            )
+        self._actions[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(data)
+        try:
+            await self._actions[number]
+        finally:
+            del self._actions[number]
+
+    async def _restore(self) -> None:
+        """Bring a restarted process to the state of the one before."""
+        try:
+            for action in self.restores:
+                await self._send_action(action)
+        except EngineDiedError:
+            pass  # the next process tries again
+        except RequestRefusedError as error:
+            self.lost_weights = f"a restarted engine could not take the newest weights: {error}"
+            if self._writer is not None:
+                self._writer.transport.abort()
+        else:
+            self._enter("ready")
 
     async def drain(self, grace: float) -> None:
         """Accept no more requests; those still open after `grace` seconds end with an error."""
@@ -242,6 +287,8 @@ class EngineClient:
                     deaths.popleft()
                 words = self._last_report if code > 0 else None  # a killed process reports nothing
                 why = self._given_up or (words.message if words else _ending(code))
+                if self.lost_weights:
+                    return self._fail(f"{why}; {self.lost_weights}", code)
                 if words and not self.info:
                     return self._fail(why, code)  # it reported why it cannot start
                 if len(deaths) >= self.restarts:
@@ -327,6 +374,9 @@ class EngineClient:
             self._writer.transport.abort()
             self._writer = None
         self.stats = self.progress = None
+        for reply in self._actions.values():
+            if not reply.done():
+                reply.set_exception(EngineDiedError("the engine's process died meanwhile"))
         if self.state in ("ready", "unresponsive"):
             self._enter("restarting")
         for number in list(self._open):
@@ -379,9 +429,23 @@ class EngineClient:
                     kv["dtype"],
                     kv["tokens"],
                 )
-                self._enter("ready")
+                if self.restores:
+                    self._restoring = asyncio.create_task(self._restore())
+                else:
+                    self._enter("ready")
+            case AdminReply():
+                self._settle(message)
             case Failed():
                 self._last_report = message
+
+    def _settle(self, reply: AdminReply) -> None:
+        future = self._actions.get(reply.id)
+        if future is None or future.done():
+            return  # its caller has gone
+        if reply.error:
+            future.set_exception(RequestRefusedError(reply.error, reply.message))
+        else:
+            future.set_result(None)
 
     def _deliver(self, grown: TokenDelta) -> None:
         request = self._open.get(grown.id)
@@ -402,11 +466,6 @@ class EngineClient:
     def _cancel(self, number: str) -> None:
         if self._forget(number) is not None:
             self._send_cancel(number)
-
-    def reset_prefix_cache(self) -> None:
-        """An engine that is not ready has no prefixes to forget."""
-        if self._writer is not None and self.state == "ready":
-            self._writer.write(frame(ResetPrefixCache()))
 
     def _send_cancel(self, number: str) -> None:
         if self._writer is not None:

@@ -35,7 +35,7 @@ class CompletionWriter:
         model: str,
     ) -> None:
         """`model`: the name in replies, whichever of the model's names the request used."""
-        self._shapes = LogprobShapes(tokenizer)
+        self._shapes = LogprobShapes(tokenizer, body.return_tokens_as_token_ids)
         self._num_sharing = answers_per_score(body)
         self._num_top, self._num_prompt_top = body.logprobs, body.prompt_logprobs
         self._is_echoed = bool(body.echo)
@@ -66,6 +66,8 @@ class CompletionWriter:
             )
             if self._shows_tokens:
                 made.token_ids = delta.token_ids
+            if delta.finish_reason is not None and delta.weight_version:
+                made.weight_version = delta.weight_version
             chunk = CompletionReply(choices=[made], **self._head)
             self._usage.put(chunk, generation.answers)
             yield self.shape.event(chunk.json_bytes())
@@ -84,6 +86,9 @@ class CompletionWriter:
         if self._shows_tokens:
             for made, choice, request in zip(choices, self._choices, self._requests, strict=True):
                 made.token_ids, made.prompt_token_ids = choice.token_ids, request.prompt
+        for made, answer in zip(choices, generation.answers, strict=True):
+            if answer.weight_version:
+                made.weight_version = answer.weight_version
         return CompletionReply(choices=choices, usage=usage(generation.answers), **self._head)
 
     def _choice(

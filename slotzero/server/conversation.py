@@ -78,6 +78,8 @@ class Conversation:
     template: TemplateOptions = field(default_factory=TemplateOptions)
     structure: Structure | None = None
     bad_words: Sequence[str] = ()
+    scores_all: bool = False
+    """Whether tokens that end an answer have log probabilities too, although they are not text."""
     n: int = 1
     names: Mapping[str, str] = field(default_factory=dict)
     """The client's names of SamplingParams fields, and of `messages` and `tools`, if they differ.

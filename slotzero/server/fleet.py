@@ -18,12 +18,14 @@ import random
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from msgspec import structs
+
 from slotzero.engine.router import RouteLoad, Router
-from slotzero.errors import EngineDiedError, OverloadedError
+from slotzero.errors import EngineDiedError, EngineUnavailableError, OverloadedError
 from slotzero.server.broadcast import Broadcast
 from slotzero.server.client import EngineClient, Launch, State, launch_here
 from slotzero.server.heartbeat import ResponseLimits
-from slotzero.server.messages import Loading, Stats, TokenDelta
+from slotzero.server.messages import Action, JoinGroup, Loading, Stats, TokenDelta
 from slotzero.server.share import Share
 from slotzero.server.stream import Stream
 from slotzero.server.sum_stats import sum_stats
@@ -144,9 +146,29 @@ class Fleet:
         replica = self.replicas[self._router.choose(prompt, loads)] if loads else self._best
         return replica.submit(request_id, prompt, params)
 
-    def reset_prefix_cache(self) -> None:
+    async def perform(self, action: Action) -> None:
+        """Let all engines perform an action; wait for all, then raise the first one's error."""
         for replica in self.replicas:
-            replica.reset_prefix_cache()
+            if replica.state != "ready":
+                raise EngineUnavailableError(
+                    f"{replica.name} is {replica.state}: an action needs all engines; try again "
+                    "later"
+                )
+        work = [replica.perform(_for(i, action)) for i, replica in enumerate(self.replicas)]
+        for outcome in await asyncio.gather(*work, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
+
+    def restore_by(self, *actions: Action) -> None:
+        """Let an engine that restarts perform these actions before it is ready."""
+        for replica in self.replicas:
+            replica.restores = actions
+
+    def lose_weights(self, why: str) -> None:
+        """Let an engine that ends stay out, because a restarted one has other weights; an empty
+        string lets it restart again."""
+        for replica in self.replicas:
+            replica.lost_weights = why
 
     async def drain(self, grace: float) -> None:
         """Accept no more requests; those still open after `grace` seconds end with an error."""
@@ -208,6 +230,13 @@ class RoutedRequest(AsyncIterator[TokenDelta]):
         if fleet.is_draining:
             raise died
         self._stream = fleet.send(*self._arguments)
+
+
+def _for(index: int, action: Action) -> Action:
+    """Return the action for one engine: each has a rank of its own in a group."""
+    if isinstance(action, JoinGroup):
+        return structs.replace(action, rank=action.rank + index)
+    return action
 
 
 def _load(replica: EngineClient) -> RouteLoad:

@@ -7,13 +7,15 @@ logged; an error has the shape of the path's API; the traceback of an unexpected
 """
 
 import asyncio
+import base64
+import binascii
 import hashlib
 import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -46,16 +48,22 @@ class GateMiddleware:
         refused: Callable[[int], None],
         connections: Connections,
         is_closing: Callable[[], bool],
+        admin_paths: Collection[str] = (),
     ) -> None:
         """`refused` is called with the status of every refused request. While `is_closing`, clients
-        are asked to close their connections."""
+        are asked to close their connections. `admin_paths` are paths for administrators."""
         self._app = app
         self._refused = refused
         self._connections = connections
         self._is_closing = is_closing
         self._max_bytes = settings.max_request_bytes
         self._receive_timeout = settings.receive_timeout
-        self._keys = [_digest(key) for key in settings.api_key]
+        self._admin_paths = frozenset(admin_paths)
+        keys, admin_keys = (
+            [_digest(key) for key in given] for given in (settings.api_key, settings.admin_api_key)
+        )
+        self._keys = keys and keys + admin_keys
+        self._admin_keys = admin_keys or keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,7 +91,7 @@ class GateMiddleware:
             closing = {"Retry-After": str(RETRY_SECONDS), "Connection": "close"}
             await passage.refuse(HTTP[503], full, closing)
             return
-        if scope["path"] not in OPEN_PATHS and (why := self._locked(headers)):
+        if scope["path"] not in OPEN_PATHS and (why := self._locked(scope, headers)):
             await _discard(receive, self._max_bytes)
             await passage.refuse(HTTP[401], why, {"WWW-Authenticate": "Bearer"})
             return
@@ -98,18 +106,20 @@ class GateMiddleware:
     def _too_large(self) -> str:
         return f"the request body is larger than {self._max_bytes} bytes"
 
-    def _locked(self, headers: Headers) -> str | None:
+    def _locked(self, scope: Scope, headers: Headers) -> str | None:
         """Return why the API key is not accepted, or None."""
-        if not self._keys:
+        is_admin = scope["path"] in self._admin_paths
+        keys = self._admin_keys if is_admin else self._keys
+        if not keys:
+            if is_admin and "origin" in headers:  # a page in a browser on this machine
+                return "web pages cannot use this route without --admin-api-key"
             return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            key = headers.get("x-api-key", "")  # Anthropic's header
+        key = _key(headers)
         if not key:
             return "no API key: send the header Authorization: Bearer KEY (or X-Api-Key: KEY)"
         digest = _digest(key.strip())
-        matches = [hmac.compare_digest(digest, known) for known in self._keys]  # always all of them
-        return None if any(matches) else "invalid API key"
+        matches = [hmac.compare_digest(digest, known) for known in keys]  # always all of them
+        return None if any(matches) else f"invalid {'admin ' * is_admin}API key"
 
     def _in_time(self, receive: Receive) -> Receive:
         """Limit the time until the whole body has arrived; after that only the disconnect can
@@ -192,6 +202,20 @@ class RequestScope:
     def log(self) -> None:
         took = 1000 * (time.monotonic() - self._began)
         log.info("%s %s %s %.0f ms", self.request_id, self._what, self.status or "-", took)
+
+
+def _key(headers: Headers) -> str:
+    """Return the key: a bearer token, the password of a client that has only a URL for it
+    (http://user:KEY@host), or Anthropic's header."""
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and value:
+        return value
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).decode("latin-1").partition(":")[2]
+        except binascii.Error:
+            return ""
+    return headers.get("x-api-key", "")
 
 
 async def _discard(receive: Receive, max_bytes: int) -> None:

@@ -7,12 +7,12 @@ reason, no request stays in the engine.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from slotzero.errors import DeadlineError, EngineDiedError, RequestError, RequestRefusedError
 from slotzero.server.answers import AnswerBuilder, GenerationRequest, TextDelta
-from slotzero.server.messages import Loading, TokenDelta
+from slotzero.server.messages import Action, Loading, TokenDelta
 from slotzero.server.metrics import Metrics, Watched
 from slotzero.server.status import status_of
 from slotzero.text.tokenizer import Tokenizer
@@ -49,7 +49,11 @@ class Client(Replica, Protocol):
         self, request_id: str, prompt: list[int], params: Mapping[str, Any]
     ) -> GrownStream: ...
 
-    def reset_prefix_cache(self) -> None: ...
+    async def perform(self, action: Action) -> None: ...
+
+    def restore_by(self, *actions: Action) -> None: ...
+
+    def lose_weights(self, why: str) -> None: ...
 
     async def drain(self, grace: float) -> None: ...
 
@@ -113,9 +117,12 @@ class Generation:
         if task is not None:
             task.cancel()
 
-    def cancel(self) -> None:
-        """End all answers early; the reader gets what there is, with the reason "cancelled"."""
+    def cancel(self, only: Collection[int] | None = None) -> None:
+        """End all answers, or only these, early; the reader gets what there is, with the reason
+        "cancelled"."""
         for index, task in self._tasks.items():
+            if only is not None and index not in only:
+                continue
             task.cancel()
             num_tokens = self.answers[index].num_tokens
             self._mail.put_nowait(TextDelta(index, "", [], "cancelled", num_tokens))

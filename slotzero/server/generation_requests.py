@@ -80,7 +80,8 @@ def completion_requests(
     requests = generation_requests(
         given, prompts, echoes, body.n or 1, structure, names, answers_per_score(body)
     )
-    return [replace(request, is_answered=is_answered, shows_end=is_scored) for request in requests]
+    shows_end = is_scored or bool(body.return_token_ids)
+    return [replace(request, is_answered=is_answered, shows_end=shows_end) for request in requests]
 
 
 def answers_per_score(body: CompletionRequest) -> int:

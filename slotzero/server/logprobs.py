@@ -26,8 +26,10 @@ _HALF = "\N{REPLACEMENT CHARACTER}"
 class LogprobShapes:
     """The shapes for one request to the server. It decodes each token id once."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, shows_ids: bool | None = None) -> None:
+        """`shows_ids`: tokens are shown as vLLM's "token_id:5" in place of their text, and the
+        chosen one is always among the most likely."""
+        self._tokenizer, self._shows_ids = tokenizer, bool(shows_ids)
         self._texts: dict[int, str] = {}
 
     def of_chat(self, rows: Sequence[TokenRow], num_top: int) -> ChatLogprobs:
@@ -37,10 +39,11 @@ class LogprobShapes:
         self, rows: Sequence[TokenRow], num_top: int, text_before: int = 0
     ) -> CompletionLogprobs:
         """`text_before`: characters of the choice's text before the answer."""
+        has_top = bool(num_top) or self._shows_ids
         return CompletionLogprobs(
-            tokens=[self._text(row.token) for row in rows],
+            tokens=[self._shown(row.token) for row in rows],
             token_logprobs=[_finite(row.values.chosen) for row in rows],
-            top_logprobs=[self._top_texts(row, num_top) for row in rows] if num_top else None,
+            top_logprobs=[self._top_texts(row, num_top) for row in rows] if has_top else None,
             text_offset=[text_before + row.offset for row in rows],
         )
 
@@ -52,7 +55,7 @@ class LogprobShapes:
         offsets = self._offsets(request)
         rows = [TokenRow(*values) for values in zip(others, offsets[1:], scores, strict=True)]
         made = self.of_completion(rows, num_top)
-        made.tokens.insert(0, self._text(first))
+        made.tokens.insert(0, self._shown(first))
         made.token_logprobs.insert(0, None)
         made.text_offset.insert(0, offsets[0])
         if made.top_logprobs is not None:
@@ -108,13 +111,17 @@ class LogprobShapes:
         the same text, as parts of characters have, only the most likely one is returned."""
         texts: dict[str, float] = {}
         for token, value in (*_top(row, num_top), (row.token, row.values.chosen)):
-            texts.setdefault(self._text(token), _finite(value))
+            texts.setdefault(self._shown(token), _finite(value))
         return texts
 
     def _entry(self, token: int, value: float) -> TopLogprob:
-        text = self._text(token)
-        spelled = None if _HALF in text else list(text.encode())  # part of a character has no text
+        text = self._shown(token)
+        # part of a character has no text
+        spelled = None if _HALF in text or self._shows_ids else list(text.encode())
         return TopLogprob(token=text, logprob=_finite(value), bytes=spelled)
+
+    def _shown(self, token: int) -> str:
+        return f"token_id:{token}" if self._shows_ids else self._text(token)
 
     def _text(self, token: int) -> str:
         if token not in self._texts:

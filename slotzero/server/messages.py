@@ -4,7 +4,7 @@ They contain tokens, not text: the engine's process neither tokenises nor knows 
 """
 
 import struct
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -26,11 +26,105 @@ class Cancel(Struct, tag="cancel", array_like=True, frozen=True):
     id: str
 
 
+Running = Literal["hold", "finish", "abort"]
+"""What becomes of requests that have begun: see `Engine.update_weights`."""
+
+
 class ResetPrefixCache(Struct, tag="reset", array_like=True, frozen=True):
     """Makes the engine forget all cached prefixes; running requests keep their pages."""
 
 
-ToEngine = Add | Cancel | ResetPrefixCache
+class Pause(Struct, tag="pause", array_like=True, frozen=True):
+    """Makes the engine run no more steps; new requests wait. With "abort", those that wait end
+    too."""
+
+    running: Running
+
+
+class Resume(Struct, tag="resume", array_like=True, frozen=True):
+    """Ends a pause."""
+
+
+class AbortAll(Struct, tag="abort", array_like=True, frozen=True):
+    """Ends all requests, with the tokens that they have; also while another action waits."""
+
+
+class CheckWeights(Struct, tag="check", array_like=True, frozen=True):
+    """Refuses an update that does not fit, and changes nothing."""
+
+    path: str | None
+    """A folder with a checkpoint, or a .safetensors file; None: the tensors that were staged."""
+    is_partial: bool
+
+
+class UpdateWeights(Struct, tag="update", array_like=True, frozen=True):
+    path: str | None
+    is_partial: bool
+    running: Running
+    version: str
+
+
+class StagePickled(Struct, tag="stage", array_like=True, frozen=True):
+    """Keeps tensors for the next update: a pickle of pairs of a name and a tensor."""
+
+    data: bytes
+
+
+class JoinGroup(Struct, tag="join", array_like=True, frozen=True):
+    """Joins a broadcast group, whose rank 0 is a trainer."""
+
+    group: str
+    host: str
+    port: int
+    rank: int
+    """That of the first engine; the others follow."""
+    size: int
+
+
+class StageBroadcast(Struct, tag="receive", array_like=True, frozen=True):
+    """Receives tensors over a group, and keeps them for the next update."""
+
+    group: str
+    tensors: list[tuple[str, str, list[int]]]
+    """Names, types and shapes, in the order in which they are sent."""
+    chunk_bytes: int | None
+    """None: they are sent one by one; else packed in chunks of this size."""
+
+
+class LeaveGroup(Struct, tag="leave", array_like=True, frozen=True):
+    """Leaves a broadcast group; ignored if the engine is in none of this name."""
+
+    group: str
+
+
+class DropStaged(Struct, tag="drop", array_like=True, frozen=True):
+    """Forgets the tensors that were kept."""
+
+
+LongAction = JoinGroup | StageBroadcast
+"""Actions that wait for a trainer: steps go on meanwhile."""
+Action = (
+    ResetPrefixCache
+    | Pause
+    | Resume
+    | AbortAll
+    | CheckWeights
+    | UpdateWeights
+    | StagePickled
+    | LeaveGroup
+    | DropStaged
+    | LongAction
+)
+
+
+class AdminRequest(Struct, tag="admin", array_like=True, frozen=True):
+    """An action of an administrator; an AdminReply with the same id follows."""
+
+    id: str
+    action: Action
+
+
+ToEngine = Add | Cancel | AdminRequest
 
 
 class TokenLogprobs(Struct, array_like=True, frozen=True):
@@ -55,6 +149,8 @@ class TokenDelta(Struct, array_like=True, frozen=True):
     vector: bytes = b""
     """The vector of the prompt, if requested: float32, little-endian. The last delta then has no
     tokens."""
+    weight_version: str = ""
+    """The version of the weights that computed the newest token."""
 
 
 class Progress(Struct, tag="progress", array_like=True, frozen=True):
@@ -138,7 +234,17 @@ class Failed(Struct, tag="failed", array_like=True, frozen=True):
     message: str
 
 
-FromEngine = Progress | Refused | EngineReady | Stats | Failed | Loading | Beat
+class AdminReply(Struct, tag="admin_reply", array_like=True, frozen=True):
+    id: str
+    error: str = ""
+    """Name of the class in errors.py; empty: the action succeeded."""
+    message: str = ""
+
+
+FromEngine = Progress | Refused | EngineReady | Stats | Failed | Loading | Beat | AdminReply
+
+ABORTED = "aborted"
+"""The stop_reason of an answer that an administrator ended; its finish_reason is "abort"."""
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:

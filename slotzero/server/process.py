@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from slotzero.errors import (
     CapacityError,
     ConfigError,
@@ -30,7 +32,9 @@ from slotzero.errors import (
 )
 from slotzero.server.heartbeat import HeartbeatSender
 from slotzero.server.messages import (
+    ABORTED,
     Add,
+    AdminRequest,
     Cancel,
     EngineReady,
     Failed,
@@ -39,7 +43,6 @@ from slotzero.server.messages import (
     Loading,
     Progress,
     Refused,
-    ResetPrefixCache,
     SpeculationReport,
     Stats,
     ToEngine,
@@ -65,7 +68,7 @@ _MOST_UNSENT = 64 << 20
 _NOT_OURS = ("n", "stop", "detokenize")  # SamplingParams that the HTTP process resolves
 _log = logging.getLogger("slotzero.server")
 
-Inbox = queue.SimpleQueue[ToEngine]
+Inbox = queue.SimpleQueue[ToEngine | Callable[[], None]]
 
 
 class Outbox:
@@ -127,7 +130,12 @@ class EngineLoop:
         turned: Callable[[], None] = lambda: None,
     ) -> None:
         """`turned` is called at the beginning of every turn."""
+        from slotzero.server.engine_admin import EngineAdmin
+
         self._engine = engine
+        self._admin = EngineAdmin(
+            engine, outbox.put, self._abort, self._report_ended, later=inbox.put
+        )
         self._turned = turned
         self._inbox = inbox
         self._outbox = outbox
@@ -140,7 +148,7 @@ class EngineLoop:
 
     def run(self) -> int:
         """Run until the device counts as broken, and return the exit code."""
-        while self._num_failures < MOST_FAILURES:
+        while self._num_failures < MOST_FAILURES and not self._admin.is_broken:
             self.turn()
         self._outbox.flush()
         return 1
@@ -150,11 +158,16 @@ class EngineLoop:
         until the next report is due."""
         self._turned()
         self._receive()
-        if self._engine.has_work:
+        self._admin.turn()
+        if self._can_step:
             self._step()
             self._has_changed = True
         if time.monotonic() >= self._report_due:
             self._report()
+
+    @property
+    def _can_step(self) -> bool:
+        return self._engine.has_work and not self._admin.is_paused
 
     @property
     def _report_due(self) -> float:
@@ -162,14 +175,14 @@ class EngineLoop:
 
     def _receive(self) -> None:
         timeout = 0.0
-        if self._engine.has_work:
+        if self._can_step:
             self._outbox.push()
         else:
             self._outbox.flush()
             timeout = max(0.0, self._report_due - time.monotonic())
         until = math.inf
         try:
-            while time.monotonic() < until or not self._engine.has_work:
+            while time.monotonic() < until or not self._can_step:
                 message = self._inbox.get(timeout > 0, timeout)
                 timeout, until = 0.0, min(until, time.monotonic() + MOST_RECEIVING)
                 self._apply(message)
@@ -178,14 +191,17 @@ class EngineLoop:
                 self._has_grammars = True
                 self._engine.prepare_grammars()
 
-    def _apply(self, message: ToEngine) -> None:
+    def _apply(self, message: ToEngine | Callable[[], None]) -> None:
         self._has_changed = True
+        if callable(message):
+            message()
+            return
         if isinstance(message, Cancel):
             self._engine.cancel(message.id)
             self._handles.pop(message.id, None)
             return
-        if isinstance(message, ResetPrefixCache):
-            self._engine.reset_prefix_cache()
+        if isinstance(message, AdminRequest):
+            self._admin.take(message)
             return
         try:
             self._add(message)
@@ -214,6 +230,20 @@ class EngineLoop:
                     _log.warning("a request was aborted: %s", answer.refusal)
                 self._outbox.put(_refused(answer.request.id, answer.refusal))
 
+    def _abort(self) -> None:
+        for request_id in self._handles:
+            self._engine.cancel(request_id)
+
+    def _report_ended(self) -> None:
+        """Report the requests that ended between two steps, by an action of an administrator."""
+        ended = [answer for answer in self._handles.values() if answer.finished]
+        deltas = [self._delta(answer) for answer in ended]
+        for i, delta in enumerate(deltas):
+            if delta.finish_reason == "abort":
+                deltas[i] = structs.replace(delta, stop_reason=ABORTED)
+        if deltas:
+            self._outbox.put(Progress(deltas))
+
     def _delta(self, answer: "RequestHandle") -> TokenDelta:
         request = answer.request
         is_first = answer.num_taken == 0
@@ -237,6 +267,7 @@ class EngineLoop:
             request.stop_reason,
             [TokenLogprobs(p.chosen, p.top_ids, p.top_values) for p in scores],
             b"" if answer.vector is None else answer.vector.astype("<f4").tobytes(),
+            answer.weight_version,
         )
 
     def _lose_answers(self, error: Exception) -> None:

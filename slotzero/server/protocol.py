@@ -141,6 +141,7 @@ class GenerationFields(RequestModel):
     bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")] | None = None
     structured_outputs: StructureFields | None = None
     # its older names

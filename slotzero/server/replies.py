@@ -105,10 +105,12 @@ class Delta(ReplyModel):
 
 
 class TokenIds(ReplyModel):
-    """Fields of a choice with return_token_ids."""
+    """Fields of a choice beside OpenAI's."""
 
-    token_ids: list[int] | None = None
+    token_ids: list[int] | None = None  # this and the next: with return_token_ids
     prompt_token_ids: list[int] | None = None
+    weight_version: str | None = None
+    """The version of the weights that computed its last token."""
 
 
 class ChatChoice(TokenIds):
@@ -147,6 +149,7 @@ class ChatReply(Head):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None  # with return_token_ids
 
 
 class ChatChunk(Head):
@@ -226,6 +229,8 @@ class ServerInfo(ReplyModel):
     formats: dict[str, Any]
     """The formats of tool calls and reasoning, and whether Slotzero's own prompt shows tools."""
     engine: dict[str, Any]
+    vllm_config: dict[str, Any]
+    """The part of vLLM's configuration that trainers read."""
 
 
 def head(prefix: str, kind: str, model: str, name: str | None = None) -> dict[str, Any]:

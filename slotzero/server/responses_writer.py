@@ -215,7 +215,7 @@ class ResponsesWriter:
         if reason is not None:
             is_whole = reason == "tool_calls" or (reason == "stop" and not self._answer.is_broken)
             self.status = "completed" if is_whole else "incomplete"
-            if reason == "cancelled":
+            if reason in ("cancelled", "abort"):
                 self.status = "cancelled"
             yield from self._output.close("completed" if is_whole else "incomplete")
 

@@ -21,7 +21,6 @@ from slotzero.server.messages import Stats
 from slotzero.server.metrics import certified
 from slotzero.server.protocol import DetokenizeRequest, TokenizeRequest
 from slotzero.server.replies import (
-    Empty,
     Health,
     Prompt,
     ServerInfo,
@@ -58,12 +57,6 @@ def engine_routes(state: AppState) -> APIRouter:
         if (progress := _progress(state.client)) is not None:
             health.progress = progress
         return told(health, 200 if state.engine_state == "ready" else 503)
-
-    @router.post("/reset_prefix_cache", responses=responses(Empty), response_model=None)
-    async def reset_prefix_cache() -> Response:
-        """Forget all cached prefixes; running requests keep their pages."""
-        state.client.reset_prefix_cache()
-        return told(Empty())
 
     @router.get("/version", responses=responses(Version), response_model=None)
     async def version() -> Response:
@@ -167,7 +160,17 @@ def _server_info(state: AppState) -> ServerInfo:
             "reasoning": state.reasoning.name if state.reasoning else None,
         },
         engine=info,
+        vllm_config=_vllm_config(state),
     )
+
+
+def _vllm_config(state: AppState) -> dict[str, Any]:
+    """Return what TRL reads: whether weights can be sent over a group, and their type."""
+    has_transfer, limits = state.settings.enable_admin, state.client.info.get("limits", {})
+    return {
+        "weight_transfer_config": {"backend": "torch.distributed"} if has_transfer else None,
+        "model_config": {"dtype": f"torch.{limits.get('dtype', 'float32')}"},
+    }
 
 
 def _progress(replica: Replica) -> dict[str, Any] | None:

@@ -26,6 +26,12 @@ class ServerSettings:
     """One or more names of the model in the API, in place of its own; replies show the first."""
     api_key: tuple[str, ...] = ()
     """API key that clients must send; may be repeated. Without any, every request is accepted."""
+    enable_admin: bool = False
+    """Offer the routes that pause generation and replace weights, for trainers; on an address that
+    others can reach they need a key."""
+    admin_api_key: tuple[str, ...] = ()
+    """API key that these routes need, in place of --api-key; may be repeated. It is accepted by all
+    other routes too."""
     allowed_origins: tuple[str, ...] = ()
     """Origin of web pages that may call the server from a browser (CORS); may be repeated, * allows
     all."""
@@ -77,7 +83,7 @@ class ServerSettings:
     """Write prompts to the log; without it the log contains nothing that users wrote."""
 
     def __post_init__(self) -> None:
-        for name in ("served_model_name", "api_key", "allowed_origins"):
+        for name in ("served_model_name", "api_key", "admin_api_key", "allowed_origins"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, ok, rule in (
             ("port", 0 <= self.port < 1 << 16, "must be between 0 and 65535"),
@@ -86,6 +92,21 @@ class ServerSettings:
                 "api_key",
                 all(map(_is_printable, self.api_key)),
                 "must be visible ASCII characters, at least one",
+            ),
+            (
+                "admin_api_key",
+                all(map(_is_printable, self.admin_api_key)),
+                "must be visible ASCII characters, at least one",
+            ),
+            (
+                "admin_api_key",
+                self.enable_admin or not self.admin_api_key,
+                "has no effect without enable_admin",
+            ),
+            (
+                "enable_admin",
+                not self.enable_admin or self.is_local or self.admin_api_key or self.api_key,
+                f"needs admin_api_key or api_key, as others can reach {self.host}",
             ),
             (
                 "data_parallel_size",
@@ -127,7 +148,7 @@ class ServerSettings:
             ),
         ):
             if not ok:
-                shown = "..." if name == "api_key" else repr(getattr(self, name))
+                shown = "..." if "api_key" in name else repr(getattr(self, name))
                 raise ConfigError(f"{name} {rule}, got {shown}")
 
     @property
@@ -139,9 +160,9 @@ class ServerSettings:
             return self.host == "localhost"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings for /server_info, with only the number of API keys."""
+        """Return the settings for /server_info, with only the numbers of API keys."""
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
-        return shown | {"api_key": len(self.api_key)}
+        return shown | {"api_key": len(self.api_key), "admin_api_key": len(self.admin_api_key)}
 
 
 def _is_printable(key: str) -> bool:

@@ -81,13 +81,22 @@ async def reply(
             work = gather(deltas, generation, writer, watcher)
             made = told(await unless_gone(request.receive, work))
             await close()
+            made.headers.update(version_header(generation))
             return made
         first = await unless_gone(request.receive, following(deltas))
     except BaseException:
         await close()
         raise
     sent = events(first, deltas, generation, writer, watcher, state.metrics.refused)
-    return EventStream(sent, close, writer.shape.media_type)
+    stream = EventStream(sent, close, writer.shape.media_type)
+    stream.headers.update(version_header(generation))
+    return stream
+
+
+def version_header(generation: Generation) -> dict[str, str]:
+    """Return the header that names the weights of an answer: those of its newest token so far."""
+    versions = [answer.weight_version for answer in generation.answers if answer.weight_version]
+    return {"X-Weight-Version": versions[-1]} if versions else {}
 
 
 async def gather(

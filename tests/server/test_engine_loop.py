@@ -27,6 +27,7 @@ from slotzero.server import client as client_module
 from slotzero.server import process
 from slotzero.server.messages import (
     Add,
+    AdminRequest,
     Cancel,
     Failed,
     Frames,
@@ -117,7 +118,7 @@ def test_prefixes_are_forgotten_on_request(make_desk: MakeDesk) -> None:
 
     assert num_cached("a") == 0
     assert num_cached("b") > 0
-    assert num_cached("c", ResetPrefixCache()) == 0
+    assert num_cached("c", AdminRequest("1", ResetPrefixCache())) == 0
     desk.engine.check()
 
 

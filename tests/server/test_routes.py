@@ -172,12 +172,10 @@ def test_the_fake_client_has_the_interface_of_the_real_one() -> None:
     assert {field.name for field in fields(SamplingParams)} >= {"structured_outputs"}
 
 
-def test_ping_and_resetting_the_prefix_cache() -> None:
+def test_ping() -> None:
     client = FakeClient()
     assert ask(client, "/ping").status_code == ask(client, "/ping", method="POST").status_code
     assert ask(FakeClient(state="loading"), "/ping").status_code == 503
-    assert ask(client, "/reset_prefix_cache", method="POST").json() == {}
-    assert client.log == ["reset"]
 
 
 def test_tokens_of_a_conversation_with_tools() -> None:

@@ -17,7 +17,7 @@ from slotzero.errors import (
 )
 from slotzero.sampling.structured import structure_error
 from slotzero.server.app import make_app
-from slotzero.server.messages import Loading, Stats, TokenDelta, TokenLogprobs
+from slotzero.server.messages import Action, Loading, Stats, TokenDelta, TokenLogprobs
 from slotzero.server.settings import ServerSettings
 from slotzero.text.tokenizer import Tokenizer
 
@@ -101,6 +101,10 @@ class FakeClient:
         self.closed: list[str] = []
         self.log: list[str] = []
         self.num_admitted = 0
+        self.actions: list[Action] = []
+        self.action_error: SlotzeroError | None = None
+        self.restores: tuple[Action, ...] = ()
+        self.lost_weights = ""
 
     async def start(self) -> None:
         self.log.append("start")
@@ -114,8 +118,16 @@ class FakeClient:
     def admit(self) -> None:
         self.num_admitted += 1
 
-    def reset_prefix_cache(self) -> None:
-        self.log.append("reset")
+    async def perform(self, action: Action) -> None:
+        self.actions.append(action)
+        if self.action_error is not None:
+            raise self.action_error
+
+    def restore_by(self, *actions: Action) -> None:
+        self.restores = actions
+
+    def lose_weights(self, why: str) -> None:
+        self.lost_weights = why
 
     def submit(self, request_id: str, prompt: list[int], params: Mapping[str, Any]) -> FakeStream:
         if self.error is not None and len(self.submitted) >= getattr(self, "num_allowed", 0):
