@@ -91,13 +91,13 @@ class AppState:
                 param,
             )
 
-    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+    def check_tokens(self, tokens: Sequence[int], param: str, has_answer: bool = True) -> None:
         """Refuse tokens that do not fit into the context; an answer needs one more token."""
         limit = self.max_model_len
-        if limit is not None and len(tokens) + 1 > limit:
+        if limit is not None and len(tokens) + has_answer > limit:
+            rest = ", of which the answer needs at least one" if has_answer else ""
             raise ContextError(
-                f"{param}: {len(tokens)} tokens do not fit into the context of {limit}, of which "
-                "the answer needs at least one",
+                f"{param}: {len(tokens)} tokens do not fit into the context of {limit}{rest}",
                 param,
             )
 

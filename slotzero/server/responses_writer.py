@@ -95,7 +95,7 @@ _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 @dataclass
-class Output:
+class ResponseOutput:
     """The items of one answer, and the events in which they grow."""
 
     items: list[_Item] = field(default_factory=list)
@@ -155,7 +155,7 @@ class ResponsesWriter:
     def __init__(self, fields: Mapping[str, Any], plan: AnswerPlan, model: str) -> None:
         """`fields`: the fields of the reply that repeat the request."""
         self._answer = Answer(plan.form)
-        self._output = Output()
+        self._output = ResponseOutput()
         self._head = {
             "id": _new_id("resp"),
             "object": "response",

@@ -66,7 +66,7 @@ class FinishUpdate(RequestModel):
     weight_version: Version | None = None
 
 
-class Message(ReplyModel):
+class Confirmation(ReplyModel):
     message: str
 
 
@@ -86,7 +86,7 @@ def announced(
 
 def vllm_routes(state: AppState) -> APIRouter:
     router, admin = APIRouter(), state.admin
-    shapes = responses(Message)
+    shapes = responses(Confirmation)
     chunk_bytes: int | None = None
     default_bytes = CHUNK_BYTES
 
@@ -105,18 +105,18 @@ def vllm_routes(state: AppState) -> APIRouter:
         )
         default_bytes = info.packed_buffer_size_bytes
         chunk_bytes = default_bytes if info.packed else None
-        return told(Message(message="the engines have joined the group"))
+        return told(Confirmation(message="the engines have joined the group"))
 
     @router.post("/shutdown_weight_transfer_engine", responses=shapes, response_model=None)
     async def shutdown_weight_transfer_engine() -> Response:
         await admin.leave_group(GROUP)
-        return told(Message(message="the engines have left the group"))
+        return told(Confirmation(message="the engines have left the group"))
 
     @router.post("/start_weight_update", responses=shapes, response_model=None)
     async def start_weight_update(body: StartUpdate | None = None) -> Response:
         """Begin an update; what was sent before and not applied is dropped."""
         await admin.drop_staged()
-        return told(Message(message="the update has begun"))
+        return told(Confirmation(message="the update has begun"))
 
     @router.post("/update_weights", responses=shapes, response_model=None)
     async def update_weights(body: UpdateTransfer) -> Response:
@@ -128,11 +128,11 @@ def vllm_routes(state: AppState) -> APIRouter:
         if info.packed is not None:
             size = default_bytes if info.packed else None
         await admin.stage(StageBroadcast(GROUP, tensors, size))
-        return told(Message(message="the tensors wait for the end of the update"))
+        return told(Confirmation(message="the tensors wait for the end of the update"))
 
     @router.post("/finish_weight_update", responses=shapes, response_model=None)
     async def finish_weight_update(body: FinishUpdate | None = None) -> Response:
         version = await admin.update_staged(version=None if body is None else body.weight_version)
-        return told(Message(message=f"the weights have version {version}"))
+        return told(Confirmation(message=f"the weights have version {version}"))
 
     return router

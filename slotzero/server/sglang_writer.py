@@ -15,7 +15,7 @@ from slotzero.server.logprobs import NEVER
 from slotzero.server.messages import TokenLogprobs
 from slotzero.server.replies import ReplyModel
 from slotzero.server.sglang_request import SglangRequest
-from slotzero.server.stream_format import OPENAI, Shape
+from slotzero.server.stream_format import OPENAI, WireFormat
 from slotzero.text.tokenizer import Tokenizer
 
 Scored = tuple[float | None, int, str | None]
@@ -46,7 +46,7 @@ class _Choice:
 
 
 class SglangWriter:
-    shape: Shape = OPENAI
+    shape: WireFormat = OPENAI
 
     def __init__(self, body: SglangRequest, num_answers: int, tokenizer: Tokenizer) -> None:
         self._body, self._tokenizer = body, tokenizer
