@@ -16,7 +16,7 @@ CHECKS = tuple(RULES)
 LIVE_RULES = {
     "S8": "an answer equals the one recomputed from its tokens without cache, drafts or neighbours",
     "S9": "every slot and page has exactly the owners that the engine counts",
-    "S10": "a request has the same tokens and log probabilities alone and in any company",
+    "S10": "a request has the same tokens, log probabilities and vector alone and in any company",
 }
 """Rules of the checks that need live traffic. S7 is whether faults are caught, see mutants.py."""
 ORDER = ("S6", "S0", "S2", "S4", "S1", "S3", "S5")
