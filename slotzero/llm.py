@@ -18,14 +18,13 @@ from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import ConfigError, RequestError, StepFailedError, TokenizerMissingError
 from slotzero.executor.results import RowLogprobs
 from slotzero.models.pooling import Vector, similarity
-from slotzero.sampling.params import SamplingParams
+from slotzero.sampling.params import POOLED, SamplingParams
 from slotzero.system.interrupt import uninterrupted
 from slotzero.system.progress import prompts_bar
 from slotzero.text.chat_template import reserved_variable, template_message
 from slotzero.text.score_template import ScoreTemplate, template_variables
 from slotzero.text.tokenizer import Tokenizer
 from slotzero.vectors import (
-    POOLED,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingParams,

@@ -6,9 +6,6 @@ Names are those of vLLM. This module computes nothing.
 from dataclasses import dataclass
 
 from slotzero.errors import RequestError
-from slotzero.sampling.params import SamplingParams
-
-POOLED = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooled=True)
 
 
 @dataclass(frozen=True, kw_only=True)

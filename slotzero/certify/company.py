@@ -1,9 +1,9 @@
-"""S10: a request's tokens and log probabilities are the same alone and in any company.
+"""S10: a request's tokens, log probabilities and vector are the same alone and in any company.
 
 Random requests are served one by one, without prefix cache and drafts. Then they are served in
 rounds: together, in another order, arriving while others run, with prompts cut by what is left of a
 step, preempted, with prefixes that earlier rounds have cached, and with drafts that are
-right or wrong. Every token and every log probability must be equal to the bit. Deterministic mode
+right or wrong. Every token, log probability and vector must be equal to the bit. Deterministic mode
 promises that.
 
 The check knows nothing of kernels. It works on one rank only, like the live sanitizer.
@@ -15,13 +15,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from slotzero.certify.faults.case import swapped
 from slotzero.certify.report import ENGINE, Violation
 from slotzero.engine.engine import Engine
 from slotzero.engine.request_handle import RequestHandle
 from slotzero.executor.results import RowLogprobs
+from slotzero.models.pooling import Vector
 from slotzero.runners.passes import LOGPROBS, SAMPLED
-from slotzero.sampling.params import SamplingParams
+from slotzero.runners.pooler import POOLED as POOLED_VECTOR
+from slotzero.sampling.params import POOLED, SamplingParams
 from slotzero.speculative.widths import FixedWidth
 
 NUM_REQUESTS = 6
@@ -39,6 +43,7 @@ class Guest(NamedTuple):
 class GuestAnswer(NamedTuple):
     token_ids: list[int]
     logprobs: list[RowLogprobs]
+    vector: Vector | None
 
 
 class Round(NamedTuple):
@@ -112,7 +117,7 @@ def _undisturbed(engine: Engine) -> Iterator[None]:
 def random_guests(engine: Engine, num: int = NUM_REQUESTS) -> list[Guest]:
     """Return requests of many lengths. Some share a prefix; some repeat and continue a few letters,
     so that an n-gram drafter has drafts, right and wrong ones; some prompts exceed a step's token
-    budget, if the context allows."""
+    budget, if the context allows. Of every third prompt a vector is wanted, too."""
     rng, limits = random.Random(0), engine.limits
     room = limits.max_model_len - ANSWER_LEN - 1
     longest = min(room, limits.max_num_batched_tokens + limits.page_size)
@@ -132,6 +137,8 @@ def random_guests(engine: Engine, num: int = NUM_REQUESTS) -> list[Guest]:
             logit_bias=bias,
         )  # fmt: skip
         guests.append(Guest(prompt, params))
+        if i % 3 == 0:
+            guests.append(Guest(prompt, POOLED))
     return guests
 
 
@@ -151,13 +158,17 @@ def _serve(
             scheduler.preempt_last()
         engine.step()
         num_steps += 1
-    return [GuestAnswer(answer.token_ids, answer.logprobs) for answer in answers]
+    return [GuestAnswer(answer.token_ids, answer.logprobs, answer.vector) for answer in answers]
 
 
 def _differences(
     index: int, turn: Round, answer: GuestAnswer, alone: GuestAnswer
 ) -> Iterator[Violation]:
     """Yield the first difference between an answer in company and alone."""
+    if alone.vector is not None and not _is_equal(alone.vector, answer.vector):
+        found = f"a vector that differs from the one alone; {turn.name}"
+        yield Violation(COMPANY, ENGINE, f"request {index}", POOLED_VECTOR, found)
+        return
     right = zip(alone.token_ids, alone.logprobs, strict=True)
     made = zip(answer.token_ids, answer.logprobs, strict=True)
     for position, ((token, logprob), (its_token, its_logprob)) in enumerate(
@@ -174,3 +185,7 @@ def _differences(
         )
         yield Violation(COMPANY, ENGINE, f"request {index}", tensor, found)
         return
+
+
+def _is_equal(one: Vector, other: Vector | None) -> bool:
+    return other is not None and np.array_equal(one, other)

@@ -18,7 +18,7 @@ ENGINE = "engine"
 LIVE_RULES = {
     "S8": "an answer equals the one recomputed from its tokens without cache, drafts or neighbours",
     "S9": "every slot and page has exactly the owners that the engine counts",
-    "S10": "a request has the same tokens and log probabilities alone and in any company",
+    "S10": "a request has the same tokens, log probabilities and vector alone and in any company",
     "S11": "what is copied belongs to its step, however late the device is",
 }
 """Rules of the checks that belong to no size. S7 is whether faults are caught, see mutants.py."""

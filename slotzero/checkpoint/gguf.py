@@ -12,7 +12,7 @@ need not know the format of a tensor's source.
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -28,6 +28,7 @@ from slotzero.checkpoint.gguf_names import (
     hugging_face_config,
     hugging_face_name,
     llama3_scaling,
+    pooling_modules,
 )
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
 from slotzero.models.checkpoint import Checkpoint
@@ -97,6 +98,9 @@ class GgufCheckpoint(Checkpoint):
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_gguf(self._metadata)
+
+    def modules(self) -> Sequence[tuple[str, Mapping[str, Any]]]:
+        return pooling_modules(self._metadata)
 
     def _refuse_split(self) -> None:
         num_files = self._metadata.get("split.count", 1)

@@ -21,6 +21,7 @@ IN_PAIRS = ("llama", "smollm3", "granite", "arcee")
 """Architectures whose files store the rows of queries and keys in llama.cpp's order."""
 SUPPORTED = (*IN_PAIRS, "qwen2", "qwen3")
 # Mistral files have the architecture llama, because the computation is the same.
+POOLING_TYPES = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}  # 0: none
 
 _WHOLE_MODEL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -214,3 +215,12 @@ class _Fields:
                 f"GGUF metadata {self.arch}.{key} is {self.get(key, 0)}, and more than {limit} is "
                 "not implemented for GGUF files; use a dense model or a safetensors folder"
             )
+
+
+def pooling_modules(metadata: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the modules of sentence-transformers that a file's pooling_type stands for."""
+    kind = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
+    if not kind:  # none: the model generates
+        return []
+    mode = POOLING_TYPES.get(kind, f"type {kind}")
+    return [("Pooling", {"pooling_mode": mode}), ("Normalize", {})]  # llama.cpp normalises

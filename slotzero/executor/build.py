@@ -50,7 +50,7 @@ from slotzero.models.config import FULL, ModelConfig
 from slotzero.models.decoder import Decoder
 from slotzero.models.implementation import parse_model
 from slotzero.models.model import Model, ModelShape
-from slotzero.models.pooling import Pooling, read_pooling
+from slotzero.models.pooling import read_pooling
 from slotzero.models.rope import frequencies
 from slotzero.models.routing import Routing
 from slotzero.models.weight_store import WeightStore
@@ -131,6 +131,9 @@ class _Builder:
         if isinstance(parsed, ModelConfig):
             parsed = unpack_if_faster(parsed, config.quantization, self._device, self._dtype)
         self._whole: ModelShape = parsed
+        self._pooling = read_pooling(
+            checkpoint, parsed.hidden_size, config.pooling, config.score_tokens
+        )
         self._model = self._whole.shard(self._ranks)
         self._registry = Registry(self._device)
         self._kernels: Kernels = kernels_for(self._device, config.deterministic)
@@ -159,7 +162,6 @@ class _Builder:
             is_deterministic=is_deterministic(loaded.decoder.is_batch_invariant, self._ranks),
         )
         memory = self._allocate(loaded, limits, shapes, states)
-        pooling = self._pooling(loaded.model)
         passes = Passes(
             self._registry,
             loaded.decoder,
@@ -169,7 +171,7 @@ class _Builder:
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             self._dtype,
-            pooling,
+            self._pooling,
             memory.drafter,
             memory.states,
         )
@@ -192,7 +194,7 @@ class _Builder:
             tree=self._config.tree,
             passes=passes,
             decode=Runner(passes.decode_spec(decode_sizes), self._registry, graphs),
-            pooling=pooling,
+            pooling=self._pooling,
             prefills=_prefill_runners(passes, self._registry, graphs, limits),
             pooled_prefills=_prefill_runners(
                 passes, self._registry, graphs, limits, "pooled ", is_pooled=True
@@ -312,11 +314,6 @@ class _Builder:
             width = limits.max_width
             drafter = loaded.drafter.drafter(loaded.decoder, registry, tables, kv, width)
         return _Memory(tables, kv, state_rows, drafter)
-
-    def _pooling(self, model: ModelShape) -> Pooling:
-        config = self._config
-        size = model.hidden_size
-        return read_pooling(self._checkpoint, size, config.pooling, config.score_tokens)
 
     def _updater(self, shapes: Sequence[GroupShape]) -> WeightUpdater | None:
         """Return what replaces weights. The scales of a drafter's KV stay: they have no influence

@@ -18,6 +18,7 @@ from slotzero.models.pooling import Pooling
 
 POOLED, POOLED_SUMS = "pooled", "pooled_sums"
 LABEL_IDS = "label_ids"
+BLOCK = 1024  # tokens of which hidden states are in float64 at once
 STEPS = 2.0**24  # multiples of 1 / STEPS below 2**29 are exact in float64
 
 
@@ -57,11 +58,11 @@ class Pooler:
 
     def _means(self, sums: Tensor, tokens: Tokens, rows: Rows, normed: Normed) -> Tensor:
         """Add the step's tokens to the sums of their slots; return each row's mean so far."""
-        hidden = self._kernels.apply_norm(normed).double()
-        exact = (hidden * STEPS).round() / STEPS
-        exact = exact.masked_fill((tokens.slots == 0)[:, None], 0)
         slots = rows.slots.long()
         earlier = sums[slots].masked_fill((rows.starts == 0)[:, None], 0)
         sums.index_copy_(0, slots, earlier)  # of slot 0, which several rows may have: zeros again
-        sums.index_add_(0, tokens.slots.long(), exact)
+        both = self._kernels.apply_norm(normed), tokens.slots.long()
+        for part, of_part in zip(*(torch.split(one, BLOCK) for one in both), strict=True):
+            exact = part.double().mul_(STEPS).round_().div_(STEPS)
+            sums.index_add_(0, of_part, exact.masked_fill_((of_part == 0)[:, None], 0))
         return (sums[slots] / (rows.starts + rows.counts)[:, None]).float()

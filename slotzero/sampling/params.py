@@ -265,3 +265,7 @@ def _token_keys(bias: Mapping[int, float]) -> Mapping[int, float]:
 def _token(key: int | str) -> int:
     """Convert a key of logit_bias to a token id; in JSON, keys are strings."""
     return int(key) if isinstance(key, str) else operator.index(key)
+
+
+POOLED = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooled=True)
+"""Parameters of a request for a vector."""

@@ -80,14 +80,13 @@ async def _pooled(
                 vector = np.frombuffer(delta.vector, "<f4")
                 return PooledPrompt(vector, len(prompt), delta.num_cached)
         raise EngineDiedError("the engine aborted this request: send it again")
-    except RequestRefusedError as error:
-        raise _renamed(error, param) from None
+    except Exception as error:  # counted as a refusal
+        reason = ""
+        if isinstance(error, RequestRefusedError) and status_of(error).code == 400:
+            refusal = RequestError(error.message, error.param, error.label)
+            raise refusal.renamed({"prompt": param}) from None
+        raise
     finally:
         await stream.aclose()
-        state.metrics.finished(reason, time.monotonic() - began, len(prompt), 0)
-
-
-def _renamed(error: RequestRefusedError, param: str) -> Exception:
-    if status_of(error).code != 400:
-        return error
-    return RequestError(error.message, error.param, error.label).renamed({"prompt": param})
+        if reason:
+            state.metrics.finished(reason, time.monotonic() - began, len(prompt), 0)

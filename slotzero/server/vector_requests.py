@@ -46,7 +46,7 @@ class VectorFields(RequestModel):
 
 class EmbeddingRequest(VectorFields):
     input: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     # vLLM's
     add_special_tokens: bool = True

@@ -12,7 +12,7 @@ from slotzero.engine.engine import Engine
 from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import ConfigError, RequestError, SlotzeroError
 from slotzero.models.pooling import Pooling
-from slotzero.vectors import POOLED
+from slotzero.sampling.params import POOLED
 
 pytestmark = pytest.mark.slow
 
@@ -139,6 +139,16 @@ def test_a_cancelled_request_leaves_nothing(overlaps: bool) -> None:
         drain(engine)
         assert gone.vector is None and np.abs(handle.vector - wanted).max() < 1e-5
     check_nothing_leaked(engine)
+
+
+@pytest.mark.parametrize("settings", [{"pooling": "mean"}, {"score_tokens": "n,y"}])
+def test_a_watched_engine_has_no_violations(settings: dict[str, Any]) -> None:
+    named: dict[str, Any] = {"backend": "eager", "show_progress": False, "sanitize": "full"}
+    llm = LLM("tiny:llama", max_num_batched_tokens=32, max_num_seqs=4, **named, **settings)
+    engine = llm.engine
+    run(engine, [*((prompt_of(n), POOLED) for n in LENGTHS), (prompt_of(9), greedy(9))])
+    assert engine.sanitizer is not None
+    assert engine.sanitizer.steps_watched > 3 and engine.sanitizer.violations == 0
 
 
 def test_weights_change_between_vectors() -> None:

@@ -14,6 +14,7 @@ from traced import prompts_of
 
 from slotzero import LLM, PoolingParams, SamplingParams
 from slotzero.checkpoint.folder import folder_modules
+from slotzero.checkpoint.gguf_names import pooling_modules
 from slotzero.errors import ConfigError, CorruptCheckpointError, RequestError
 from slotzero.models.pooling import read_pooling
 
@@ -182,6 +183,19 @@ class Stored:
 
     def __init__(self, found: Any) -> None:
         self.modules = lambda: found
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [(None, "last"), (0, "last"), (1, "mean"), (3, "last"), (2, None)]
+)
+def test_the_pooling_type_of_a_gguf_file(kind, wanted):
+    metadata = {"general.architecture": "qwen3", "qwen3.pooling_type": kind}
+    pooling = read_pooling(Stored(pooling_modules(metadata)), 64, "auto", None)
+    assert pooling.normalize and pooling.is_expected == bool(kind)
+    if wanted is None:
+        assert "cls" in pooling.refusal
+    else:
+        assert pooling.kind == wanted and not pooling.refusal
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '[{"type": 3}]', '[{"type": "a", "path": "../x"}]'])
