@@ -104,11 +104,13 @@ class Trial:
             self.registry[name].copy_(tensor)
         return self._finish(lambda k, n: self.runner.run(k, n), None, self.scenario.key)
 
-    def replay_in_other_slots(self) -> Outcome:
+    def replay_in_other_slots(self) -> Outcome | None:
         """Replay the same rows with the slots numbered backwards, and return tables and outputs as
-        if each request were still in its own."""
+        if each request were still in its own; None if there is no table by slot."""
         scenario = self.scenario
         by_slot = [e for e in self._entries if e.kind is TensorKind.TABLE and not e.through]
+        if not by_slot:
+            return None
         last = by_slot[0].tensor.shape[by_slot[0].axis] - 1
         self._load(())
         for entry in by_slot:

@@ -239,6 +239,15 @@ class KernelFault(Fault):
                 rows.copy_(saved)
 
 
+@dataclass(frozen=True)
+class ReadingFault(KernelFault):
+    @contextmanager
+    def inject(self, case: Case) -> Iterator[None]:
+        _ = case.victim  # found before the capture, during which nothing may wait for a value
+        with super().inject(case):
+            yield
+
+
 @contextmanager
 def replaced(
     runner: Runner, key: GraphKey, function: Callable[[GraphKey, Pieces], None]
@@ -326,8 +335,8 @@ KERNELS: tuple[Fault, ...] = (
         lambda case: case.kept is not None and _is_kv_of_another(case),
         write_kept,
     ),
-    KernelFault("kernel reads another slot", TABLE, _has_foreign, _read_foreign),
-    KernelFault(
+    ReadingFault("kernel reads another slot", TABLE, _has_foreign, _read_foreign),
+    ReadingFault(
         "kernel reads past its length",
         TABLE,
         lambda case: case.unused is not None,
