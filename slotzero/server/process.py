@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ from slotzero.server.messages import (
 )
 from slotzero.server.share import Share
 from slotzero.system.child import end_with_parent
+from slotzero.system.stacks import write_bare_stacks_when_asked
 
 if TYPE_CHECKING:  # torch is imported only after signals and the socket are set up
     from slotzero.engine.engine import Engine
@@ -124,11 +125,8 @@ class EngineLoop:
         engine: "Engine",
         inbox: Inbox,
         outbox: Outbox,
-        turned: Callable[[], None] = lambda: None,
     ) -> None:
-        """`turned` is called at the beginning of every turn."""
         self._engine = engine
-        self._turned = turned
         self._inbox = inbox
         self._outbox = outbox
         self._handles: dict[str, RequestHandle] = {}
@@ -148,13 +146,13 @@ class EngineLoop:
     def turn(self) -> None:
         """Apply messages for a limited time, then run one step. Without work, wait for a message
         until the next report is due."""
-        self._turned()
-        self._receive()
-        if self._engine.has_work:
-            self._step()
-            self._has_changed = True
-        if time.monotonic() >= self._report_due:
-            self._report()
+        with self._engine.worker.watch.doing("handling messages"):
+            self._receive()
+            if self._engine.has_work:
+                self._step()
+                self._has_changed = True
+            if time.monotonic() >= self._report_due:
+                self._report()
 
     @property
     def _report_due(self) -> float:
@@ -348,6 +346,7 @@ def info_of(engine: "Engine", seconds: float, sanitize: str) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    write_bare_stacks_when_asked()
     end_with_parent()
     end = socket.socket(fileno=int(argv[0]))
     end.set_inheritable(False)  # child processes such as compilers must not keep it open
@@ -360,7 +359,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         engine = _start(json.loads(argv[1]), Share.read(argv[2]), outbox)
         rank_groups.append(engine.rank_group)
-        return EngineLoop(engine, inbox, outbox, heartbeats.turned).run()
+        watch = engine.worker.watch
+        heartbeats.overdue = lambda: watch.overdue
+        return EngineLoop(engine, inbox, outbox).run()
     except (ConnectionError, TimeoutError):
         return 0  # the server is gone
     except SlotzeroError as error:
