@@ -107,6 +107,10 @@ class EngineConfig:
     max_num_seqs, and computes their attention alone; only MLPs and experts are split."""
     rank_timeout: float = 60.0
     """Seconds that one running device waits for another before the engine fails."""
+    step_timeout: float | None = None
+    """Seconds after which a step counts as hanging: it is named in the log, with the stacks of all
+    threads, and a server replaces the engine; 0 means no limit (default: 20 times the slowest step
+    of the same sizes, at least 60, and 600 for a first one)."""
     nnodes: int = 1
     """Number of machines over which the devices are distributed evenly. Run the same command on all
     machines, with the same secret in SLOTZERO_KEY, and a different --node-rank on each."""
@@ -240,6 +244,11 @@ class EngineConfig:
             ),
             ("tensor_parallel_size", _positive(self.tensor_parallel_size), "must be at least 1"),
             ("rank_timeout", self.rank_timeout > 0, "must be above 0 seconds"),
+            (
+                "step_timeout",
+                self.step_timeout is None or self.step_timeout >= 0,
+                "must be at least 0 seconds",
+            ),
             ("grammar_timeout", self.grammar_timeout > 0, "must be above 0 seconds"),
             ("grammar_memory", self.grammar_memory >= 1 << 20, "must be at least 1 MiB"),
             ("nnodes", _positive(self.nnodes), "must be at least 1"),

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
             settings.data_parallel_size,
             max_waiting=settings.max_waiting,
             response_limits=ResponseLimits(
-                settings.heartbeat_timeout, settings.step_timeout, settings.unresponsive_timeout
+                settings.heartbeat_timeout, settings.unresponsive_timeout
             ),
             launch=launch,
         )

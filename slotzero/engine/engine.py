@@ -32,6 +32,7 @@ from slotzero.executor.build import build_worker
 from slotzero.executor.rank0 import start_ranks
 from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.results import Results
+from slotzero.executor.step_watch import Work
 from slotzero.executor.worker import Worker
 from slotzero.grammars.limits import GrammarLimits
 from slotzero.grammars.pool import Grammars
@@ -116,7 +117,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._arrivals = 0
         self._handles: dict[str, RequestHandle] = {}
-        self._in_flight: deque[tuple[Step, list[Results]]] = deque()
+        self._in_flight: deque[tuple[Step, Work | None, list[Results]]] = deque()
         self._max_in_flight = 1 if self.worker.overlaps else 0  # between two calls of `step`
         if config.sanitize != "off" and attach_checks is None:
             raise ConfigError("sanitize: build this engine by slotzero.certify.start.start_engine")
@@ -231,7 +232,7 @@ class Engine:
     def step(self) -> list[RequestHandle]:
         """Plan and launch the next step, then commit the oldest step if too many are in flight;
         return the requests that grew."""
-        with self.lock, uninterrupted():
+        with self.lock, uninterrupted(), self.worker.watch.doing("planning a step"):
             grown: list[RequestHandle] = []
             try:
                 self._admit(grown)
@@ -398,8 +399,9 @@ class Engine:
         raise error
 
     def _launch(self, step: Step) -> None:
-        with self.rank_group.watched("running a step", in_step=True):
-            self._in_flight.append((step, self.worker.run(step)))
+        with self.rank_group.watched(self.worker.watch, in_step=True):
+            results = self.worker.run(step)
+            self._in_flight.append((step, self.worker.watch.latest, results))
         self.num_steps += 1
 
     # Commit
@@ -416,8 +418,9 @@ class Engine:
 
     def _commit(self, grown: list[RequestHandle]) -> None:
         """Append the samples of the oldest step to its requests, and those requests to `grown`."""
-        step, results = self._in_flight[0]
-        with self.rank_group.watched("waiting for a step", in_step=True):
+        step, work, results = self._in_flight[0]
+        watch = self.worker.watch
+        with self.rank_group.watched(watch, in_step=True), watch.doing("waiting for", work):
             tokens = [of_rank.tokens() for of_rank in results]
         self.draft_widths.learn(step, results)
         if step.is_scored:
@@ -500,7 +503,7 @@ class Engine:
             writer.staging.take_back()
         self.schedulers.abandon()
         try:  # or late results of other ranks would be read as those of the next step
-            for _, results in self._in_flight:
+            for _, _, results in self._in_flight:
                 for of_rank in results:
                     of_rank.wait()
         except Exception:  # they will not come: the next step reports that

@@ -34,6 +34,7 @@ from slotzero.executor.limits import (
     unpack_if_faster,
 )
 from slotzero.executor.rank_group import RankGroup
+from slotzero.executor.step_watch import StepWatch
 from slotzero.executor.table_writer import TableWriter
 from slotzero.executor.worker import Worker
 from slotzero.graph import Ladder, Registry, Runner
@@ -208,6 +209,12 @@ class _Builder:
             speculation=self._speculation(loaded, limits, memory, states, graphs),
             writers=self._writers(limits, memory, page_tables),
             updater=self._updater(shapes),
+            watch=StepWatch(
+                self._config.step_timeout,
+                self._ranks.rank,
+                self._deadline,
+                self._rank_group.ask_for_stacks,
+            ),
         )
 
     def _load(self) -> _Loaded:

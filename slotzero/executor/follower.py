@@ -11,12 +11,14 @@ import queue
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from slotzero.errors import SlotzeroError
 from slotzero.system.child import end_with_parent
+from slotzero.system.stacks import write_stacks_when_asked
 
 if TYPE_CHECKING:
     from slotzero.executor.worker import Worker
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
     rank = int(argv[0])
+    write_stacks_when_asked(f"rank {rank}")
+    end_with_parent()
     try:
         with Connection(int(argv[1])) as connection:
             follow(rank, connection)
@@ -37,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
     except SlotzeroError as error:
         print(f"rank {rank}: {error}", file=sys.stderr)
         return error.exit_code
-    except RuntimeError as error:  # a collective in which another rank did not take part
-        print(f"rank {rank}: {error}", file=sys.stderr)
+    except RuntimeError:  # a collective in which another rank did not take part
+        print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr)
     return 1
 
 

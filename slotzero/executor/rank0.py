@@ -32,6 +32,7 @@ from slotzero.models.implementation import parse_model
 from slotzero.models.model import ModelShape
 from slotzero.system import child
 from slotzero.system.processors import num_processors
+from slotzero.system.stacks import SIGNAL
 
 PATIENCE = 5.0  # seconds for a rank that broke a collective to end, so that the error can name it
 THREADS = "OMP_NUM_THREADS"
@@ -132,21 +133,29 @@ class Rank0(RemoteRanks):
         if self._task is None:
             super().tell(messages)
 
+    def ask_for_stacks(self) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, SIGNAL)
+
     def reports(self) -> list[Any]:
         with self.watched("waiting for a report"):
             return [self._connections[rank].recv() for rank in sorted(self._connections)]
 
     @contextlib.contextmanager
-    def watched(self, doing: str, in_step: bool = False) -> Iterator[None]:
+    def watched(self, doing: object, in_step: bool = False) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
             may_be_remote = isinstance(error, RuntimeError | OSError | EOFError)
+            is_late = "imed out" in str(error)
+            if is_late and in_step:
+                self.ask_for_stacks()
             lost = self._lost(PATIENCE) if may_be_remote else ""
             if not (in_step or may_be_remote or isinstance(error, RankLostError)):
                 self.dismiss()  # a restart of the engine would fail the same way
             self._end()
-            if not lost and "imed out" in str(error):
+            if not lost and is_late:
                 lost = f"a rank did not respond while {doing} (see --rank-timeout): {error}"
             if not lost and in_step and isinstance(error, Exception):
                 lost = f"one rank failed, so all ranks were ended: {error}"

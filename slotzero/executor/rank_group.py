@@ -45,13 +45,16 @@ class RankGroup:
         raise ContractError(f"DP rank {dp_rank} is not in this group")
 
     @contextlib.contextmanager
-    def watched(self, doing: str, in_step: bool = False) -> Iterator[None]:
+    def watched(self, doing: object, in_step: bool = False) -> Iterator[None]:
         """End the other ranks if the block fails.
 
         If one of them caused the failure, the error names it. Any failure `in_step` becomes a
-        RankLostError, because the ranks have diverged.
+        RankLostError, because the ranks have diverged. `doing` as a string says what failed.
         """
         yield
+
+    def ask_for_stacks(self) -> None:
+        """Make the other ranks of this machine write to stderr what they are doing."""
 
     def reports(self) -> list[Any]:
         """Return the results of the other ranks in order, if they were given a task."""

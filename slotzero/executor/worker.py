@@ -18,6 +18,7 @@ from slotzero.executor.limits import Limits
 from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.results import Results
 from slotzero.executor.step_message import Message, Orders, SentTensor, Timing, Update
+from slotzero.executor.step_watch import StepWatch, Work
 from slotzero.executor.table_writer import TableWriter
 from slotzero.graph import GraphKey, NoCaptureSize, Registry, Runner
 from slotzero.graph.runner import RecordingReport
@@ -72,6 +73,7 @@ class Worker:
     writers: tuple[TableWriter, ...]  # by DP rank, this rank's first
     updater: WeightUpdater | None
     """None: the weights cannot be replaced."""
+    watch: StepWatch
     _seconds: dict[GraphKey, float] = field(default_factory=dict, init=False)
     """Measured seconds of a replay."""
 
@@ -158,6 +160,11 @@ class Worker:
         If the device `overlaps`, the step may still be running.
         """
         launches = self._dispatch(step)
+        self.watch.latest = work = _work(launches, step.num_rows)
+        with self.watch.doing("running", work):
+            return self._run(step, launches)
+
+    def _run(self, step: Step, launches: Sequence[tuple[Runner, GraphKey]]) -> list[Results]:
         orders = [
             Orders(
                 writer.staging.take(),
@@ -198,7 +205,8 @@ class Worker:
                         f"rank {self.ranks.rank} would run {picked}, but rank 0 runs {key}: "
                         "start all ranks with the same settings"
                     )
-            self._launch(message, launches)
+            with self.watch.doing("running", _work(launches, message.num_rows)):
+                self._launch(message, launches)
             return self._download(message) if self.ranks.dp_attention else None
 
     def _launch(self, orders: Orders, launches: Sequence[tuple[Runner, GraphKey]]) -> None:
@@ -326,6 +334,10 @@ def _refuse_prompts(key: GraphKey, orders: Orders) -> None:
             "one token of each row",
             tensor=COUNTS,
         )
+
+
+def _work(launches: Sequence[tuple[Runner, GraphKey]], num_rows: int) -> Work:
+    return Work(tuple([key for _, key in launches]), num_rows)
 
 
 def _described(name: str, tensor: torch.Tensor) -> SentTensor:

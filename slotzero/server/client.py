@@ -53,6 +53,7 @@ from slotzero.server.messages import (
 )
 from slotzero.server.share import WHOLE, Share
 from slotzero.server.stream import Mail, Stream
+from slotzero.system.stacks import SIGNAL
 
 State = Literal["loading", "ready", "unresponsive", "restarting", "failed", "stopped"]
 
@@ -356,6 +357,9 @@ class EngineClient:
             trouble = self._monitor.trouble
             if self.state == "ready" and trouble:
                 _log.error("%s is unresponsive: %s", self.name, trouble)
+                if self._monitor.is_silent and self.pid is not None:
+                    with suppress(ProcessLookupError):  # a step that hangs is written by itself
+                        os.kill(self.pid, SIGNAL)
                 self.failure = trouble
                 self._enter("unresponsive")
             elif self.state == "unresponsive" and not trouble:
@@ -379,10 +383,13 @@ class EngineClient:
                 reply.set_exception(EngineDiedError("the engine's process died meanwhile"))
         if self.state in ("ready", "unresponsive"):
             self._enter("restarting")
+        died = "the engine's process died while it ran this request"
+        if self._given_up:
+            died = f"{died}: {self._given_up}"
+        elif self._last_report is not None and self._last_report.error == RankLostError.__name__:
+            died = f"{died}: {self._last_report.message}"
         for number in list(self._open):
-            self._end(
-                number, EngineDiedError("the engine's process died while it ran this request")
-            )
+            self._end(number, EngineDiedError(died))
 
     def _fail(self, why: str, code: int) -> None:
         self.failure = why

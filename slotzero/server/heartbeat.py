@@ -1,7 +1,7 @@
 """Heartbeats of an engine's process, and how the server detects an engine that does not respond.
 
 A thread of the engine's process sends one heartbeat per second, also while a model loads or during
-a long step, with the time that the current turn of the engine's loop has taken so far. The server
+a long step, with the step that has taken too long, if one has (executor/step_watch.py). The server
 can thus tell a process that hangs or was stopped from one that is busy. This module knows nothing
 of sockets, nor of how an unresponsive process is replaced.
 
@@ -25,20 +25,16 @@ class HeartbeatSender:
     def __init__(self, send: Callable[[Beat], None]) -> None:
         """`send` is called in a thread."""
         self._send = send
-        self._turned_at: float | None = None
+        self.overdue: Callable[[], str] = str
+        """Returns what has taken too long and still does, or an empty string."""
 
     def start(self) -> None:
         threading.Thread(target=self._run, daemon=True).start()
 
-    def turned(self) -> None:
-        """Note that the loop begins a turn; the first call ends loading."""
-        self._turned_at = time.monotonic()
-
     def _run(self) -> None:
         try:
             while True:
-                since = self._turned_at
-                self._send(Beat(0.0 if since is None else time.monotonic() - since))
+                self._send(Beat(self.overdue()))
                 time.sleep(INTERVAL)
         except OSError:
             pass  # the server is gone, and this process ends
@@ -50,24 +46,23 @@ class ResponseLimits:
 
     heartbeat: float = 30.0
     """Time without any message."""
-    step: float = 300.0
-    """Time in one turn of the engine's loop."""
     unresponsive: float = 60.0
-    """Time after one of these limits was exceeded until the process is killed."""
+    """Time after it was exceeded, or a step has taken too long, until the process is killed."""
 
 
 class HeartbeatMonitor:
-    """The server's side: how long one process has been silent, or in one step."""
+    """The server's side: whether one process is silent, or in a step that takes too long."""
 
     def __init__(self, response_limits: ResponseLimits) -> None:
         self._limits = response_limits
-        self._silent = self._busy = self._unresponsive = 0.0
+        self._silent = self._unresponsive = 0.0
+        self._overdue = ""
 
     def hear(self) -> None:
         self._silent = 0.0
 
     def take(self, beat: Beat) -> None:
-        self._busy = beat.busy
+        self._overdue = beat.overdue
 
     def pass_time(self, seconds: float) -> None:
         """Add elapsed time, at most two intervals: in a longer gap this process did not run."""
@@ -76,13 +71,15 @@ class HeartbeatMonitor:
         self._unresponsive = self._unresponsive + seconds if self.trouble else 0.0
 
     @property
+    def is_silent(self) -> bool:
+        return 0 < self._limits.heartbeat <= self._silent
+
+    @property
     def trouble(self) -> str:
         """Why the engine is unresponsive; empty if it responds."""
-        if 0 < self._limits.heartbeat <= self._silent:
+        if self.is_silent:
             return f"no heartbeat for {self._limits.heartbeat:g} s"
-        if 0 < self._limits.step <= self._busy:
-            return f"one step has taken more than {self._limits.step:g} s"
-        return ""
+        return self._overdue
 
     @property
     def is_hopeless(self) -> bool:

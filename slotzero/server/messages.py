@@ -224,7 +224,7 @@ class Loading(Struct, tag="loading", array_like=True, frozen=True):
 class Beat(Struct, tag="beat", array_like=True, frozen=True):
     """Heartbeat of the engine's process."""
 
-    busy: float  # seconds since the loop began its current turn; 0 while loading
+    overdue: str = ""  # what has taken too long and still does
 
 
 class Failed(Struct, tag="failed", array_like=True, frozen=True):

@@ -52,6 +52,7 @@ from slotzero.server.messages import (
 )
 from slotzero.server.share import Share
 from slotzero.system.child import end_with_parent
+from slotzero.system.stacks import write_bare_stacks_when_asked
 
 if TYPE_CHECKING:  # torch is imported only after signals and the socket are set up
     from slotzero.engine.engine import Engine
@@ -127,16 +128,13 @@ class EngineLoop:
         engine: "Engine",
         inbox: Inbox,
         outbox: Outbox,
-        turned: Callable[[], None] = lambda: None,
     ) -> None:
-        """`turned` is called at the beginning of every turn."""
         from slotzero.server.engine_admin import EngineAdmin
 
         self._engine = engine
         self._admin = EngineAdmin(
             engine, outbox.put, self._abort, self._report_ended, later=inbox.put
         )
-        self._turned = turned
         self._inbox = inbox
         self._outbox = outbox
         self._handles: dict[str, RequestHandle] = {}
@@ -156,14 +154,14 @@ class EngineLoop:
     def turn(self) -> None:
         """Apply messages for a limited time, then run one step. Without work, wait for a message
         until the next report is due."""
-        self._turned()
-        self._receive()
-        self._admin.turn()
-        if self._can_step:
-            self._step()
-            self._has_changed = True
-        if time.monotonic() >= self._report_due:
-            self._report()
+        with self._engine.worker.watch.doing("handling messages"):
+            self._receive()
+            self._admin.turn()
+            if self._can_step:
+                self._step()
+                self._has_changed = True
+            if time.monotonic() >= self._report_due:
+                self._report()
 
     @property
     def _can_step(self) -> bool:
@@ -381,6 +379,7 @@ def info_of(engine: "Engine", seconds: float, sanitize: str) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    write_bare_stacks_when_asked()
     end_with_parent()
     end = socket.socket(fileno=int(argv[0]))
     end.set_inheritable(False)  # child processes such as compilers must not keep it open
@@ -393,7 +392,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         engine = _start(json.loads(argv[1]), Share.read(argv[2]), outbox)
         rank_groups.append(engine.rank_group)
-        return EngineLoop(engine, inbox, outbox, heartbeats.turned).run()
+        watch = engine.worker.watch
+        heartbeats.overdue = lambda: watch.overdue
+        return EngineLoop(engine, inbox, outbox).run()
     except (ConnectionError, TimeoutError):
         return 0  # the server is gone
     except SlotzeroError as error:

@@ -57,9 +57,6 @@ class ServerSettings:
     heartbeat_timeout: float = 30.0
     """Seconds without a heartbeat after which a ready engine counts as unresponsive: it gets no
     requests, and if no other engine is ready /health answers 503; 0 means no limit."""
-    step_timeout: float = 300.0
-    """Seconds after which an engine whose step has not finished counts as unresponsive; 0 means no
-    limit."""
     unresponsive_timeout: float = 60.0
     """Seconds after which the process of an unresponsive engine is killed and restarted, which ends
     its requests; 0 means no limit."""
@@ -132,7 +129,6 @@ class ServerSettings:
                 self.heartbeat_timeout == 0 or self.heartbeat_timeout >= 2,
                 "must be at least 2 seconds, or 0",
             ),
-            ("step_timeout", self.step_timeout >= 0, "must be at least 0 seconds"),
             ("unresponsive_timeout", self.unresponsive_timeout >= 0, "must be at least 0 seconds"),
             ("max_stored_responses", self.max_stored_responses >= 0, "must be at least 0"),
             ("grace", self.grace >= 0, "must be at least 0 seconds"),

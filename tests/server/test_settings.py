@@ -37,7 +37,6 @@ from slotzero.server.settings import ServerSettings
         ({"receive_timeout": 0}, "receive_timeout"),
         ({"keep_alive_timeout": -1}, "keep_alive_timeout"),
         ({"heartbeat_timeout": 1}, "heartbeat_timeout must be at least 2 seconds, or 0"),
-        ({"step_timeout": -1}, "step_timeout"),
         ({"unresponsive_timeout": -1}, "unresponsive_timeout"),
         ({"request_timeout": 0}, "request_timeout"),
         ({"request_timeout": math.nan}, "request_timeout"),
