@@ -21,12 +21,11 @@ pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parent / "triton"
 GROUPS = (
-    ("linear", "latent"),
-    ("verify", "decode"),
-    ("quantized", "prefill", "recurrent"),
-    ("float8_kv", "far_pages", "fragments", "fixed"),
-    ("model", "sample", "speculation", "experts", "kernels", "trees", "tune"),
-)
+    ("linear", "latent", "recurrent", "float8_kv"),
+    ("verify", "decode", "prefill", "far_pages", "fixed"),
+    ("quantized", "fragments", "model", "sample", "speculation", "experts", "kernels", "trees",
+     "tune"),
+)  # fmt: skip
 """Tests that share a process, because starting one takes seconds; all groups take equally long."""
 KINDS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
