@@ -39,7 +39,7 @@ def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> No
 
 def test_kernels_are_not_built_in_a_read_only_folder(blocked: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written") as caught:
-        build._build(build._library_path())
+        build._build(build._library_path("common"), build._sources("common"))
     assert str(blocked / "kernels") in str(caught.value)
     assert "set SLOTZERO_CACHE" in str(caught.value)
 
@@ -61,7 +61,7 @@ def test_a_command_ends_with_one_line(blocked: Path) -> None:
 def test_a_compiler_that_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_compiler(tmp_path, monkeypatch, os.strerror(errno.ENOSPC))
     with pytest.raises(CapacityError) as caught:
-        build._build(build._library_path())
+        build._build(build._library_path("common"), build._sources("common"))
     (line,) = str(caught.value).splitlines()
     assert "No space left on device" in line
     assert str(tmp_path / "cache" / "kernels") in line
@@ -75,7 +75,7 @@ def test_any_other_error_of_the_compiler_is_in_the_first_line(
 ) -> None:
     use_compiler(tmp_path, monkeypatch, "no such thing")
     with pytest.raises(CapacityError) as caught:
-        build._build(build._library_path())
+        build._build(build._library_path("common"), build._sources("common"))
     first = str(caught.value).splitlines()[0]
     assert first.startswith("building the CPU kernels failed: x.cpp:1: fatal error")
     assert "no such thing" in first
@@ -123,10 +123,9 @@ def test_kernels_share_the_cxx_library_with_torch(
     compiler.write_text(f'#!/bin/sh\nexec {build.compiler()} -static-libstdc++ "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    source = '#include <stdexcept>\nvoid refuse() { throw std::runtime_error("no"); }\n'
-    (tmp_path / "kernel.cpp").write_text(source)
-    monkeypatch.setattr(build, "_HERE", tmp_path)
-    build._build(tmp_path / "kernel.so")
+    source = tmp_path / "kernel.cpp"
+    source.write_text('#include <stdexcept>\nvoid refuse() { throw std::runtime_error("no"); }\n')
+    build._build(tmp_path / "kernel.so", [source])
     dump = subprocess.run(
         ("readelf", "--dynamic", str(tmp_path / "kernel.so")), capture_output=True, text=True
     )

@@ -1,9 +1,10 @@
 """Build the C++ kernels at first use and load them as `torch.ops.slotzero.*`.
 
-They bind through torch's stable C ABI (tensor.h). Each processor compiles one unit of several
-sources, because parsing the C++ library and the intrinsics takes longer than most sources. The
-library is named by a hash of its sources, its flags, the compiler and torch, so no stale one is
-loaded; it is renamed into place, so two processes may build at once.
+They bind through torch's stable C ABI (tensor.h). There are two libraries: what every model needs,
+or a quantised one, and the rest, which is built when one of its operators is first called. Each
+processor compiles one unit of several sources, because parsing the C++ library and the intrinsics
+takes longer than most sources. A library is named by a hash of all sources, its flags, the compiler
+and torch, so no stale one is loaded; it is renamed into place, so two processes may build at once.
 """
 
 import errno
@@ -15,9 +16,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -47,7 +50,10 @@ _ISAS = {
     "i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
     "plain": ("-DSLOTZERO_PLAIN",),
 }
+_COMMON = "attention", "linear_integer", "rowwise", "sample", "sample_binding", "threads"
 _HERE = Path(__file__).parent
+
+LibraryName = Literal["common", "other"]
 
 
 def compiler() -> str | None:
@@ -58,20 +64,38 @@ def compiler() -> str | None:
 
 @functools.cache
 def load() -> None:
-    """Build (once per machine) and load the kernels; raise CapacityError without a compiler."""
-    library = _library_path()
-    if not library.exists():
-        _log.info("building the CPU kernels, once for this machine: about 10 seconds")
-        _build(library)
-    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    """Build (once per machine) and load the common library; without a compiler: CapacityError."""
+    _load("common")
     torch.ops.slotzero.set_num_threads(num_processors())
 
 
-def _library_path() -> Path:
-    digest = hashlib.sha256(repr((torch.__version__, _flags(), _machine())).encode())
+@functools.cache
+def other_operators() -> Any:
+    """Return `torch.ops.slotzero` with the operators of the other library: products in float32,
+    indexers and recurrent layers. Build it if needed."""
+    load()
+    _load("other")
+    return torch.ops.slotzero
+
+
+def _load(name: LibraryName) -> None:
+    library = _library_path(name)
+    if not library.exists():
+        _log.info("building CPU kernels (%s), once for this machine: about 5 seconds", name)
+        _build(library, _sources(name), *([_library_path("common")] if name == "other" else ()))
+    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+
+
+def _sources(name: LibraryName) -> list[Path]:
+    is_common = name == "common"
+    return [path for path in _HERE.glob("*.cpp") if (path.stem in _COMMON) is is_common]
+
+
+def _library_path(name: LibraryName) -> Path:
+    digest = hashlib.sha256(repr((torch.__version__, _flags(), _machine(), _COMMON)).encode())
     for source in sorted([*_HERE.glob("*.cpp"), *_HERE.glob("*.h")]):
         digest.update(source.read_bytes())
-    return cache_dir() / "kernels" / f"slotzero-cpu-{digest.hexdigest()[:16]}.so"
+    return cache_dir() / "kernels" / f"slotzero-cpu-{name}-{digest.hexdigest()[:16]}.so"
 
 
 def _flags() -> tuple[str, ...]:
@@ -96,7 +120,8 @@ def cpu_features() -> str:
     return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
 
 
-def _build(library: Path) -> None:
+def _build(library: Path, sources: Sequence[Path], *needed: Path) -> None:
+    """Build a library of these sources, which calls functions of the libraries `needed`."""
     cxx = compiler()
     if cxx is None:
         raise CapacityError(
@@ -105,7 +130,7 @@ def _build(library: Path) -> None:
     lib_dir = Path(torch.__file__).parent / "lib"
     folder = library.parent
     with writing(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
-        units = _units(Path(scratch), num_processors())
+        units = _units(Path(scratch), sources, num_processors())
         objects = [unit.with_suffix(".o") for unit in units]
         with ThreadPoolExecutor(len(units)) as pool:
             commands = [
@@ -115,16 +140,17 @@ def _build(library: Path) -> None:
             list(pool.map(partial(_run, Path(scratch)), commands))
         linked = Path(scratch) / "linked.so"
         libraries = (f"-L{lib_dir}", "-ltorch_cpu", "-ltorch", *_shared_libstdcxx(cxx))
-        link = (cxx, "-shared", "-pthread", *map(str, objects), "-o", str(linked), *libraries)
-        _run(Path(scratch), link)
+        # found by this name once it is loaded, wherever the cache has been moved to
+        name = f"-Wl,-soname,{library.name}"
+        parts = *map(str, objects), *map(str, needed), *libraries
+        _run(Path(scratch), (cxx, "-shared", "-pthread", name, "-o", str(linked), *parts))
         linked.replace(library)
 
 
-def _units(scratch: Path, most: int) -> list[Path]:
+def _units(scratch: Path, sources: Sequence[Path], most: int) -> list[Path]:
     """Write at most `most` files that include all sources between them, in about equal parts."""
-    sources = sorted(_HERE.glob("*.cpp"), key=lambda source: -source.stat().st_size)
     parts: list[list[Path]] = [[] for _ in range(min(most, len(sources)))]
-    for source in sources:
+    for source in sorted(sources, key=lambda source: (-source.stat().st_size, source.name)):
         min(parts, key=lambda part: sum(each.stat().st_size for each in part)).append(source)
     units = [scratch / f"unit{i}.cpp" for i in range(len(parts))]
     for unit, part in zip(units, parts, strict=True):

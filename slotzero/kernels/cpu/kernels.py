@@ -104,7 +104,7 @@ class CpuKernels(TorchKernels):
     def product_into(self, x: Tensor, weight: LinearWeight, out: Tensor) -> None:
         match weight:
             case DenseWeight():
-                torch.ops.slotzero.linear.default(x, weight.data, weight.bias, out)
+                build.other_operators().linear.default(x, weight.data, weight.bias, out)
             case QuantizedWeight():
                 _quantized_into(self.round_input(x, weight), weight, out)
             case JoinedWeight():
@@ -116,14 +116,16 @@ class CpuKernels(TorchKernels):
             return x
         out = x.new_empty(x.shape)
         group = format.group if format.activations == "float8_group" else None
-        torch.ops.slotzero.round_float8.default(x, weight.input_scale, group or x.shape[-1], out)
+        build.other_operators().round_float8.default(
+            x, weight.input_scale, group or x.shape[-1], out
+        )
         return out
 
     def grouped_product(self, x: Tensor, weights: LinearWeight, starts: Tensor) -> Tensor:
         out = x.new_empty(x.shape[0], weights.out_features)
         match weights:
             case DenseWeight(data, bias):
-                torch.ops.slotzero.grouped.default(x, data, bias, starts, out)
+                build.other_operators().grouped.default(x, data, bias, starts, out)
             case QuantizedWeight():
                 format = weights.format
                 if is_integer(format):
@@ -132,7 +134,7 @@ class CpuKernels(TorchKernels):
                         format.bits, format.zero, format.group or weights.in_features, out,
                     )  # fmt: skip
                     return out
-                torch.ops.slotzero.quantized_grouped.default(
+                build.other_operators().quantized_grouped.default(
                     self.round_input(x, weights), *_quantized(weights), weights.bias, starts,
                     CODES.index(format.codes), format.zero, format.group or weights.in_features,
                     out,
@@ -143,7 +145,7 @@ class CpuKernels(TorchKernels):
 
     def per_head_product(self, x: Tensor, weights: Tensor, transposed: bool) -> Tensor:
         out = x.new_empty(*x.shape[:2], weights.shape[1 if transposed else 2])
-        torch.ops.slotzero.per_head.default(x, weights, transposed, out)
+        build.other_operators().per_head.default(x, weights, transposed, out)
         return out
 
     def rms_norm(
@@ -239,7 +241,7 @@ class CpuKernels(TorchKernels):
     ) -> Tensor:
         num_positions = kv.page_table.shape[1] * kv.pages.shape[1]
         taken = q.new_empty(len(q), num_positions, dtype=torch.uint8)
-        torch.ops.slotzero.select_keys.default(
+        build.other_operators().select_keys.default(
             q, weights, kv.pages, kv.page_table, *plan.tokens,
             *(plan.branches or NO_BRANCHES)[:2], top_k, taken,
         )  # fmt: skip
@@ -254,7 +256,7 @@ class CpuKernels(TorchKernels):
         shape: Scan,
     ) -> Tensor:
         out, states, trail = x.new_empty(len(x), shape.channels), step.states, step.trail
-        torch.ops.slotzero.convolve.default(
+        build.other_operators().convolve.default(
             x, weight, bias, *step.tokens, *(step.rows[:4] if step.rows else NO_ROWS),
             states.conv, states.conv_kept, states.rows, None if trail is None else trail.conv,
             shape.interval, shape.kind == "conv", out,
@@ -272,7 +274,7 @@ class CpuKernels(TorchKernels):
     ) -> Tensor:
         out, states, trail = mixed.new_empty(len(mixed), shape.inner_size), step.states, step.trail
         assert states.scan is not None
-        torch.ops.slotzero.scan.default(
+        build.other_operators().scan.default(
             mixed, gates, beta, *weights, *step.tokens,
             *(step.rows[:4] if step.rows else NO_ROWS),
             states.scan, states.scan_kept, states.rows, None if trail is None else trail.scan,
@@ -301,7 +303,7 @@ def _quantized_into(x: Tensor, weight: QuantizedWeight, out: Tensor) -> None:
             group, out,
         )  # fmt: skip
         return
-    torch.ops.slotzero.quantized.default(
+    build.other_operators().quantized.default(
         x, *_quantized(weight), weight.bias, CODES.index(format.codes), format.zero, group, out
     )
 

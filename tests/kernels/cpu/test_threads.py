@@ -66,7 +66,7 @@ def test_an_exception_reaches_the_caller(num: int, kernels: CpuKernels, tmp_path
     """Whichever thread computes the item, and the threads serve the next job as before."""
     source, library = tmp_path / "failing.cpp", tmp_path / "failing.so"
     source.write_text(FAILING)
-    include, loaded = f"-I{Path(build.__file__).parent}", str(build._library_path())
+    include, loaded = f"-I{Path(build.__file__).parent}", str(build._library_path("common"))
     flags = "-std=c++20", "-shared", "-fPIC", include
     cxx = build.compiler() or "g++"
     subprocess.run([cxx, *flags, str(source), loaded, "-o", str(library)], check=True)
