@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 RUNTIME := $(VENV)/.installed-runtime
 TEST := $(VENV)/.installed-test
-CLIENTS := $(VENV)-openai2 $(VENV)-openai3 $(VENV)-lm_eval
+CLIENTS := $(addprefix $(VENV)-,openai2 openai3 lm_eval trl)
 INPUTS := pyproject.toml constraints.txt
 CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 4 --no-loadscope-reorder

@@ -165,11 +165,14 @@ def _server_info(state: AppState) -> ServerInfo:
 
 
 def _vllm_config(state: AppState) -> dict[str, Any]:
-    """Return what TRL reads: whether weights can be sent over a group, and their type."""
+    """Return what TRL reads: whether weights can be sent over a group, and so on."""
     has_transfer, limits = state.settings.enable_admin, state.client.info.get("limits", {})
     return {
         "weight_transfer_config": {"backend": "torch.distributed"} if has_transfer else None,
-        "model_config": {"dtype": f"torch.{limits.get('dtype', 'float32')}"},
+        "model_config": {
+            "dtype": f"torch.{limits.get('dtype', 'float32')}",
+            "logprobs_mode": "raw_logprobs",  # those of the model, before temperature and filters
+        },
     }
 
 

@@ -501,7 +501,7 @@ def test_a_cut_answer_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_abandoned_answer_keeps_its_text(llm: LLM) -> None:
-    conversation = chat.Conversation(llm, SamplingParams(temperature=0, max_tokens=8), None)
+    conversation = chat.ChatSession(llm, SamplingParams(temperature=0, max_tokens=8), None)
     for _ in range(3):  # an answer may begin with half a character, which is not shown yet
         chunks = conversation.ask("hello")
         said = next(chunk.text for chunk in chunks if chunk.text)

@@ -14,7 +14,7 @@ from slotzero.formats.tool_format import NamedCall, ToolFormat
 from slotzero.formats.tool_formats import HERMES, LLAMA, TOOL_FORMATS
 from slotzero.sampling.params import SamplingParams
 from slotzero.server.answer_plan import AnswerPlan
-from slotzero.server.answers import GenerationRequest, TextDelta
+from slotzero.server.answers import AnswerBuilder, GenerationRequest, TextDelta
 from slotzero.server.chat import ChatWriter
 from slotzero.server.protocol import ChatRequest
 from slotzero.server.replies import ChatChunk
@@ -54,7 +54,7 @@ def whole(of: AnswerPlan, texts: list[str], reason: str) -> Result:
         made.add(piece)
         if made.is_enough(0):
             break
-    run: Any = SimpleNamespace(answers=[])
+    run: Any = SimpleNamespace(answers=[AnswerBuilder(REQUEST, TOKENIZER, ())])
     choice = made.whole(run).choices[0]
     calls = choice.message.tool_calls or []
     called = [(call.function.name or "", call.function.arguments or "") for call in calls]
@@ -63,7 +63,7 @@ def whole(of: AnswerPlan, texts: list[str], reason: str) -> Result:
 
 def streamed(of: AnswerPlan, texts: list[str], reason: str) -> Result:
     made, content, calls = writer(of, is_stream=True), "", []
-    run: Any = SimpleNamespace(answers=[])
+    run: Any = SimpleNamespace(answers=[AnswerBuilder(REQUEST, TOKENIZER, ())])
     for piece in pieces(texts, reason):
         for data in made.chunks(piece, run):
             chunk = ChatChunk.model_validate_json(data.removeprefix(b"data: "))
