@@ -303,6 +303,32 @@ def test_reasoning_markdown_calls_and_another_answer(browser: Browser, serve: Se
 
 
 @needs_chromium
+def test_what_follows_an_answer_is_in_sight(browser: Browser, serve: Serve) -> None:
+    browser.open(serve(FakeClient(has_gpu=False), delay=0.001), size=PHONE)
+    for question, button in (("mark", ".again"), ("call", ".results button")):
+        ask(browser, question)
+        browser.wait_for(f"{SENT} && !!{LAST}?.querySelector('{button}')")
+        below = browser.evaluate(
+            f"{LAST}.querySelector('{button}').getBoundingClientRect().bottom"
+            " - document.getElementById('chat-log').getBoundingClientRect().bottom"
+        )
+        assert below <= 0, f"{button} is {below} pixels below the chat's edge"
+
+
+@needs_chromium
+def test_an_answer_that_is_only_reasoning_can_be_regenerated(
+    browser: Browser, serve: Serve
+) -> None:
+    browser.open(serve(FakeClient(has_gpu=False), delay=0.001))
+    ask(browser, "muse")
+    browser.wait_for(f"{SENT} && !!{LAST}?.querySelector('.again')")
+    assert browser.evaluate("messages.map((m) => m.role)") == ["user", "assistant"]
+    browser.evaluate(f"{LAST}.querySelector('.again').click()")
+    browser.wait_for(f"{SENT} && messages.length === 2")
+    assert browser.complaints == []
+
+
+@needs_chromium
 def test_stop_keeps_the_partial_answer(browser: Browser, serve: Serve) -> None:
     browser.open(serve(FakeClient(has_gpu=False), delay=0.2))
     ask(browser, "Tell me all.")

@@ -36,6 +36,7 @@ ANSWER = (
 MARKED = "# Title\nSome **bold** and `a < b`, see [this](https://example.com/x).\n```py\n<b>1</b>\n```\nEnd"
 SPECIAL: dict[str, list[dict[str, Any]]] = {
     "think": [{"reasoning_content": "First, "}, {"reasoning_content": "then."}],
+    "muse": [{"reasoning_content": "Only a thought."}],
     "mark": [{"content": MARKED}],
     "call": [
         {"tool_calls": [{"index": 0, "id": "call_1", "type": "function",
@@ -200,6 +201,8 @@ async def _answer(asked: dict[str, Any], told: metrics.Metrics, delay: float) ->
         yield "data: [DONE]\n\n"
         return
     words = ANSWER.split(" ") if question != "echo" else [json.dumps(asked)]
+    if question == "muse":
+        words = []
     words = words[: asked.get("max_tokens", len(words))]
     for i, word in enumerate(words):
         await asyncio.sleep(3 * delay if i == 0 else delay)
