@@ -372,7 +372,8 @@ def test_a_prompt_in_the_decode_graph_would_change_the_answer(
 
 
 def test_certification_runs_the_mutants_of_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "mutate", lambda engine, seen: [])
+    for name in ("mutate", "mutate_copies"):
+        monkeypatch.setattr(session, name, lambda engine, seen: [])
     engine = engine_of("llama", max_num_seqs=2)
     tried = session.CertifySession(engine, "tiny:llama", is_quick=True)
     assert tried.certify().passed
