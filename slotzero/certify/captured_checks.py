@@ -200,16 +200,15 @@ class CapturedExamination(Generic[Request]):
     def s6(self) -> Iterator[Finding]:
         tensors = [one for one in self._step.tensors if one.tensor.numel()]
         spans = sorted(((span_of(one.tensor), one) for one in tensors), key=lambda pair: pair[0])
+        pools = self._trial.replays.memory()
         for number, ((start, end), one) in enumerate(spans):
             for (other_start, _), other in spans[number + 1 :]:
                 if other_start >= end:
                     break
                 if _shares_memory(one.tensor, other.tensor):
                     yield other.name, f"its memory overlaps that of {one.name!r}", None
-            for begin, stop in self._trial.replays.memory():
-                if start < stop and begin < end:
-                    yield one.name, "its memory is inside a graph's pool", None
-                    break
+            if any(start < stop and begin < end for begin, stop in pools):
+                yield one.name, "its memory is inside a graph's pool", None
 
     def _differ(
         self, got: CapturedOutcome, expected: CapturedOutcome, bound: float, how: str
