@@ -12,8 +12,10 @@ RUNTIME := $(VENV)/.installed-runtime
 TEST := $(VENV)/.installed-test
 CLIENTS := $(addprefix $(VENV)-,openai2 openai3 lm_eval trl)
 INPUTS := pyproject.toml constraints.txt
-CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check .
 PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 4 --no-loadscope-reorder
+# mypy uses one core, so it runs beside the tests
+beside_mypy = $(BIN)/mypy & types=$$!; $(1); tests=$$?; wait $$types && exit $$tests
 
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE  # or each process of a test compiles every module again
@@ -34,12 +36,12 @@ chat: $(RUNTIME)  ## install, then chat with the default model in the terminal
 	@$(BIN)/slotzero chat
 
 test: $(TEST)  ## install, then run ruff, mypy and all tests
-	$(CHECK)
-	$(PYTEST)
+	$(LINT)
+	@$(call beside_mypy,$(PYTEST))
 
 test-fast: $(TEST)  ## install, then run ruff, mypy and the tests that are not slow
-	$(CHECK)
-	$(PYTEST) -m 'not slow and not gpu'
+	$(LINT)
+	@$(call beside_mypy,$(PYTEST) -m 'not slow and not gpu')
 
 test-gpu: $(TEST)  ## install, then run the tests that need an NVIDIA GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu -n 15 --no-loadscope-reorder tests/gpu tests/kernels/triton tests/bench/test_bench.py

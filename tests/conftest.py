@@ -84,9 +84,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests so that the slowest files start first."""
+    """Sort the tests so that the slowest files start first, and files without a slow test last: no
+    worker then begins a long file when the others have nothing left to do."""
     rank = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
+    slow = {file_of(item) for item in items if item.get_closest_marker("slow")}
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        return rank.get(file_of(item), len(rank)), file_of(item) not in slow
+
+    items.sort(key=place)
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.split("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -148,13 +148,14 @@ def _one_thread() -> Iterator[None]:
     ids=lambda param: " ".join(param),
 )
 def scored(request: pytest.FixtureRequest) -> Scored:
-    """Return the scored mutants; with a drafter, of its three runners only. Pooled and scored
-    prefill are never recorded on a CPU, so they are mutated with one backend."""
+    """Return the scored mutants; with a drafter, of its three runners only. Recorded are decode and
+    prefill. Scored prefill, which is never recorded on a CPU, writes all tensors of prefill and of
+    pooled prefill, so it stands for them where they run eagerly."""
     engine = engine_of(*request.param)
     worker = engine.worker
-    runners = tuple(r for cycle in worker.cycles.values() for r in cycle) or worker.runners
-    if "cpu" in request.param:
-        runners = (worker.decode, *worker.prefills)
+    prefills = worker.prefills if "cpu" in request.param else worker.scored_prefills
+    drafting = tuple(r for cycle in worker.cycles.values() for r in cycle)
+    runners = drafting or (worker.decode, *prefills)
     answer, constants = answer_of(engine), checksums(engine.worker.registry)
     seen: list[Mutant] = []
     mutants = mutate(engine, seen.append, runners=runners)
