@@ -19,6 +19,7 @@ LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("auto", "slotzero", "transformers")
 KV_CACHE_DTYPES = ("auto", "none", "fp8")
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 DRAFTERS = ("eagle", "eagle3", "mtp", "ngram", "draft")
 MAX_STEPS = 15
 MAX_TOPK = 8
@@ -134,6 +135,11 @@ class EngineConfig:
     """Make tokens and log probabilities of a request depend on its own tokens, parameters and seed
     alone, to the bit: not on the batch, chunked prefill, the prefix cache, preemption or drafts. On
     a GPU this takes other kernels; see docs/determinism.md."""
+    logprobs_mode: str = "raw_logprobs"
+    """What log probabilities are those of: raw_logprobs, the model; processed_logprobs, the
+    distribution that is sampled, after mask, penalties, bias, temperature and filters. raw_logits
+    and processed_logits return logits instead. Prompts are not sampled: they are always scored with
+    raw_logprobs."""
     speculative: str | None = None
     """Speculative decoding, which never changes an answer. The value is the drafter: eagle or
     eagle3 (a draft head), mtp (the model's own MTP layers, or its assistant), draft (a small
@@ -195,6 +201,11 @@ class EngineConfig:
                 f"must be one of {', '.join(KV_CACHE_DTYPES)}",
             ),
             ("load_format", self.load_format in LOAD_FORMATS, "must be auto or dummy"),
+            (
+                "logprobs_mode",
+                self.logprobs_mode in LOGPROBS_MODES,
+                f"must be one of {', '.join(LOGPROBS_MODES)}",
+            ),
             (
                 "model_impl",
                 self.model_impl in MODEL_IMPLS,

@@ -399,6 +399,7 @@ class _Builder:
                 limits.snapshot_interval,
                 memory.drafter is not None,
                 self._model.vocab_size,
+                self._config.logprobs_mode,
             )
             for staging in stagings
         )

@@ -24,12 +24,14 @@ class TableWriter:
         snapshot_interval: int,
         has_drafter: bool,
         vocab_size: int,
+        logprobs_mode: str,
     ) -> None:
         self.staging = staging
         self._page_tables, self._page_size = page_tables, page_size
         self._snapshot_interval = snapshot_interval
         self._has_drafter = has_drafter
         self._vocab_size = vocab_size
+        self._logprobs_mode = logprobs_mode
 
     def admitted(
         self, request: Request, tokens: list[int], num_computed: int, pages: list[list[int]]
@@ -41,7 +43,9 @@ class TableWriter:
         for group, numbers in enumerate(pages):
             self._stage_pages(request, group, 0, numbers)
         prompt_len = len(request.prompt_token_ids)
-        row = encode(request.params, request.seed, prompt_len, request.stop_ids)
+        row = encode(
+            request.params, request.seed, prompt_len, request.stop_ids, self._logprobs_mode
+        )
         for spec in SAMPLING_TABLES:
             stage(spec.name, slot, _without_neutral_tail(row[spec.name], spec.neutral))
         if self._has_drafter:

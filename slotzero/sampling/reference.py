@@ -12,15 +12,19 @@ Its rules:
   cannot be stale. Token ids outside the vocabulary, and table entries at or after the position, are
   not counted.
 - A token that the grammar forbids gets the logit -inf first, before any other adjustment.
-- Log probabilities are those of the model: the softmax of the unmodified logits.
+- Log probabilities are, by `logprobs_mode`, those of the model, the log softmax of the unmodified
+  logits; or those of the distribution that is sampled. That is the log softmax of the processed
+  logits: adjusted, divided by the temperature, and -inf where a filter drops a token. A greedy row
+  has temperature 1 and no filters there. Or the logits themselves are reported, of either kind. The
+  most likely tokens are those with the highest unmodified or adjusted logits.
 - Every filter is a threshold. A token is kept if the total weight of all tokens with higher logits
   is less than a budget (top-k: weight 1 each, budget k; top-p: their probabilities, budget top_p).
   So equal logits are kept or dropped together, and the three filters are one comparison with the
   highest threshold.
 - A row without a finite maximum (it contains NaN or +inf, or only -inf) has no distribution. It
   yields token 0, a valid id, so that the next step reads valid memory and other rows are not
-  affected. The error stays visible: the requested log probabilities are NaN if the logits were
-  invalid.
+  affected. The error stays visible: the requested log probabilities are NaN if the logits of which
+  they would be are invalid.
 
 Scaled logits are (logit - maximum) / temperature instead of logit / temperature. The distribution
 is the same, but small temperatures cannot cause an overflow.
@@ -40,14 +44,25 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTab
     `positions` [rows] are the positions that the new tokens will have.
     """
     own = SamplingTables(*(table[slots.long()] for table in tables))  # [rows, ...] each
+    is_sampled = own.temperature > 0
     adjusted = adjust(logits, positions, own)
     peak = adjusted.amax(-1, keepdim=True)
-    scaled = (adjusted - peak) / torch.where(own.temperature > 0, own.temperature, 1.0)[:, None]
-    kept = scaled.masked_fill(scaled < floor(scaled, own)[:, None], -torch.inf)
+    temperature = torch.where(is_sampled, own.temperature, 1.0)[:, None]
+    scaled = (adjusted - peak) / temperature
+    is_dropped = is_sampled[:, None] & (scaled < floor(scaled, own)[:, None])
+    kept = scaled.masked_fill(is_dropped, -torch.inf)
     noisy = kept + gumbel(own.seed, positions, logits.shape[-1])
-    chosen = torch.where(own.temperature > 0, noisy.argmax(-1), adjusted.argmax(-1))
+    chosen = torch.where(is_sampled, noisy.argmax(-1), adjusted.argmax(-1))
     chosen = torch.where(peak[:, 0].isfinite() & (slots != 0), chosen, 0)
-    return _report(logits, chosen, torch.where(slots != 0, own.num_logprobs, -1))
+    is_processed = (own.logprobs_mode & 1 != 0)[:, None]
+    processed = (adjusted / temperature).masked_fill(is_dropped, -torch.inf)
+    values = torch.where(
+        (own.logprobs_mode & 2 != 0)[:, None],
+        torch.where(is_processed, processed, logits),
+        log_softmax(torch.where(is_processed, kept, logits)),
+    )
+    likely = torch.where(is_processed, adjusted, logits)
+    return _report(values, likely, chosen, torch.where(slots != 0, own.num_logprobs, -1))
 
 
 def adjust(logits: Tensor, positions: Tensor, own: SamplingTables) -> Tensor:
@@ -96,17 +111,18 @@ def log_softmax(logits: Tensor) -> Tensor:
     return shifted - total.log().to(torch.float32)
 
 
-def _report(logits: Tensor, chosen: Tensor, num_wanted: Tensor) -> Sampled:
-    logprobs = log_softmax(logits)
-    top = logits.sort(dim=-1, descending=True, stable=True).indices[:, :MAX_LOGPROBS]
-    wanted = torch.arange(top.shape[-1], device=logits.device) < num_wanted[:, None]
-    is_valid = logits.amax(-1, keepdim=True).isfinite()
+def _report(values: Tensor, likely: Tensor, chosen: Tensor, num_wanted: Tensor) -> Sampled:
+    """Report the values of the chosen tokens, and of those where `likely` is highest."""
+    top = likely.sort(dim=-1, descending=True, stable=True).indices[:, :MAX_LOGPROBS]
+    wanted = torch.arange(top.shape[-1], device=values.device) < num_wanted[:, None]
+    is_valid = likely.amax(-1, keepdim=True).isfinite()
+    values = torch.where(is_valid, values, torch.nan)
     missing = (0, MAX_LOGPROBS - top.shape[-1])  # if the vocabulary is smaller than the output
     return Sampled(
         tokens=chosen.to(torch.int32),
-        logprobs=torch.where(num_wanted >= 0, logprobs.gather(-1, chosen[:, None])[:, 0], 0.0),
+        logprobs=torch.where(num_wanted >= 0, values.gather(-1, chosen[:, None])[:, 0], 0.0),
         top_ids=_pad(torch.where(wanted & is_valid, top, 0).to(torch.int32), missing),
-        top_logprobs=_pad(torch.where(wanted, logprobs.gather(-1, top), 0.0), missing),
+        top_logprobs=_pad(torch.where(wanted, values.gather(-1, top), 0.0), missing),
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from slotzero.config import LOGPROBS_MODES
 from slotzero.errors import RequestError
 from slotzero.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
 
@@ -56,6 +57,7 @@ SAMPLING_TABLES = (
     TableSpec("prompt_len", 1, "int32", 0),
     TableSpec("min_tokens", 1, "int32", 0),
     TableSpec("num_logprobs", 1, "int32", -1),  # -1: none wanted
+    TableSpec("logprobs_mode", 1, "int32", 0),  # index in LOGPROBS_MODES
     TableSpec("stop_ids", MAX_STOP_IDS, "int32", -1),
     TableSpec("bias_ids", MAX_LOGIT_BIAS, "int32", -1),
     TableSpec("bias_values", MAX_LOGIT_BIAS, "float32", 0.0),
@@ -88,6 +90,7 @@ class SamplingTables(NamedTuple):
     prompt_len: "Tensor"
     min_tokens: "Tensor"
     num_logprobs: "Tensor"
+    logprobs_mode: "Tensor"  # bit 0: of processed logits; bit 1: the logits themselves
     stop_ids: "Tensor"  # [slots + 1, MAX_STOP_IDS]
     bias_ids: "Tensor"  # [slots + 1, MAX_LOGIT_BIAS]
     bias_values: "Tensor"  # [slots + 1, MAX_LOGIT_BIAS]
@@ -105,12 +108,17 @@ class Sampled(NamedTuple):
 
 
 def encode(
-    params: SamplingParams, seed: int, prompt_len: int, stop_ids: Iterable[int]
+    params: SamplingParams,
+    seed: int,
+    prompt_len: int,
+    stop_ids: Iterable[int],
+    logprobs_mode: str = LOGPROBS_MODES[0],
 ) -> dict[str, list[int] | list[float]]:
     """Return one request's row in each of `SAMPLING_TABLES`.
 
     `seed` is never None: the caller draws one if the request has none. `stop_ids` are all ids that
-    end the answer, including end-of-sequence; `min_tokens` forbids them.
+    end the answer, including end-of-sequence; `min_tokens` forbids them. `logprobs_mode` is a
+    setting of the engine.
     """
     values: dict[str, list[int] | list[float]] = {
         "temperature": [_float32(params.temperature)],
@@ -124,6 +132,7 @@ def encode(
         "prompt_len": [prompt_len],
         "min_tokens": [min(params.min_tokens, INT32_MAX)],
         "num_logprobs": [-1 if params.logprobs is None else params.logprobs],
+        "logprobs_mode": [LOGPROBS_MODES.index(logprobs_mode)],
         "stop_ids": _stop_row(stop_ids),
         "bias_ids": list(params.logit_bias),
         "bias_values": [_float32(value) for value in params.logit_bias.values()],

@@ -32,7 +32,8 @@ class Trees:
         self.parents = drafter.tables[PARENTS]
         likeliest = torch.full_like(drafter.tables.length, shape.topk)
         likeliest = registry.constant("num_likeliest", likeliest)
-        self._tables = drafter.tables.sampling._replace(num_logprobs=likeliest)
+        raw = registry.constant("raw_logprobs", torch.zeros_like(likeliest))
+        self._tables = drafter.tables.sampling._replace(num_logprobs=likeliest, logprobs_mode=raw)
 
     def draft(self, slots: Tensor, length: Tensor, room: Tensor, pieces: Pieces) -> Tensor:
         """Draft a tree per slot, and return how many nodes each has. `room` [R]: places after the

@@ -13,6 +13,7 @@ from sampling_requests import ints, tables_of
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from slotzero.config import LOGPROBS_MODES
 from slotzero.errors import RequestError
 from slotzero.kernels.cpu.kernels import CpuKernels
 from slotzero.sampling import noise, reference
@@ -62,6 +63,7 @@ class Request:
     prompt_len: int = 0
     stop_ids: Sequence[int] = ()
     allowed: Collection[int] | None = None
+    logprobs_mode: str = "raw_logprobs"
 
 
 def run(sample: Sampler, logits: Any, request: Request, position: int | None = None) -> Sampled:
@@ -310,6 +312,7 @@ def requests(draw: st.DrawFn, vocab: int) -> Request:
         prompt_len=draw(st.integers(0, len(tokens))),
         stop_ids=draw(st.lists(ids, max_size=4)),
         allowed=draw(st.none() | st.sets(ids.filter(lambda i: i >= 0))),
+        logprobs_mode=draw(st.sampled_from(LOGPROBS_MODES)),
     )
 
 
@@ -347,6 +350,8 @@ def test_kernel_equals_definition_at_a_real_vocabulary(style: str) -> None:
         for seed, choice in enumerate(choices)
         for allowed in masks
     ]
+    for i, request in enumerate(batch):
+        request.logprobs_mode = LOGPROBS_MODES[i % len(LOGPROBS_MODES)]
     slots = torch.arange(1, len(batch) + 1, dtype=torch.int32)
     positions = torch.full_like(slots, 300)
     args = (logits_of(style, len(batch), vocab, 3), slots, positions, tables_of(batch, 512))
@@ -629,6 +634,85 @@ def test_only_requested_logprobs_are_written(sample: Sampler) -> None:
         assert not result.top_logprobs.any()
     assert everything.top_ids[0, :4].tolist() == [1, 0, 2, 0]
     assert everything.top_logprobs[0, 2] < 0 == everything.top_logprobs[0, 3]
+
+
+TOKENS, PROMPT_LEN = [3, 1, 1, 4, 1], 2  # 3 and 1 were asked, then 1, 4 and 1 answered
+LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 2.5, -2.0, 1.0])
+
+
+def repeated(logits: Tensor) -> Tensor:
+    return torch.tensor([x if i not in TOKENS else x / 2 for i, x in enumerate(logits.tolist())])
+
+
+def without(logits: Tensor, *tokens: int) -> Tensor:
+    dropped = torch.zeros(len(logits), dtype=torch.bool)
+    dropped[list(tokens)] = True
+    return logits.masked_fill(dropped, -INF)
+
+
+PROCESSED: list[tuple[dict[str, Any], Tensor]] = [
+    ({"temperature": 0}, LOGITS),
+    ({"temperature": 0.5}, LOGITS * 2),
+    ({"top_k": 3}, without(LOGITS, 0, 2, 5, 6)),
+    ({"top_p": 0.5}, without(LOGITS, 0, 2, 3, 5, 6)),  # tokens 4 and 1 have 0.41 and 0.25
+    ({"min_p": 0.3}, without(LOGITS, 0, 2, 5, 6)),  # exp(1.5 - 2.5) = 0.37, exp(1.0 - 2.5) = 0.22
+    ({"temperature": 0, "top_k": 1}, LOGITS),  # a greedy row has no filters
+    ({"temperature": 0, "repetition_penalty": 2.0}, repeated(LOGITS)),
+    ({"presence_penalty": 1.5}, LOGITS - torch.tensor([0, 1.5, 0, 0, 1.5, 0, 0])),
+    ({"frequency_penalty": 0.5}, LOGITS - torch.tensor([0, 1.0, 0, 0, 0.5, 0, 0])),
+    ({"logit_bias": {5: 9.0, 1: -3.0}}, LOGITS + torch.tensor([0, -3.0, 0, 0, 0, 9.0, 0])),
+    ({"min_tokens": 4}, without(LOGITS, 4, 6)),
+    ({"allowed": [0, 2, 5]}, without(LOGITS, 1, 3, 4, 6)),
+    (
+        {"allowed": range(6), "temperature": 2.0, "logit_bias": {6: 99.0, 5: 4.5}, "top_k": 2},
+        without(LOGITS + torch.tensor([0, 0, 0, 0, 0, 4.5, 0]), 0, 1, 2, 3, 6) / 2,
+    ),
+]
+
+
+@SAMPLERS
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+@pytest.mark.parametrize(("choice", "processed"), PROCESSED, ids=[str(c) for c, _ in PROCESSED])
+def test_every_parameter_is_part_of_processed_logprobs(
+    choice: dict[str, Any], processed: Tensor, mode: str, sample: Sampler
+) -> None:
+    choice = dict(choice)
+    allowed = choice.pop("allowed", None)
+    params = SamplingParams(logprobs=len(LOGITS), **choice)
+    request = Request(params, 3, TOKENS, PROMPT_LEN, [4, 6], allowed, mode)
+    result = run(sample, LOGITS, request)
+    expected = processed if mode.startswith("processed") else LOGITS
+    if mode.endswith("logprobs"):
+        expected = expected.log_softmax(-1)
+    top_ids, top = result.top_ids[0, : len(LOGITS)], result.top_logprobs[0, : len(LOGITS)]
+    assert sorted(top_ids.tolist()) == list(range(len(LOGITS)))
+    torch.testing.assert_close(top, expected[top_ids.long()])
+    assert (top[:-1] >= top[1:]).all(), "not in order"
+    torch.testing.assert_close(result.logprobs, expected[result.tokens.long()])
+    assert processed[result.tokens.item()] > -INF
+
+
+@SAMPLERS
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+def test_processed_logprobs_are_flagged_if_no_token_is_allowed(sample: Sampler, mode: str) -> None:
+    params = SamplingParams(temperature=0, logprobs=2)
+    result = run(sample, [1.0, 2.0], Request(params, allowed=[9], logprobs_mode=mode))
+    is_flagged = mode.startswith("processed")
+    assert result.logprobs.isnan().item() == is_flagged
+    assert result.top_logprobs[0, :2].isnan().tolist() == [is_flagged] * 2
+
+
+@SAMPLERS
+def test_the_mode_does_not_change_the_chosen_token(sample: Sampler) -> None:
+    logits = logits_of("normal", 1, 300, 2)[0]
+    params = SamplingParams(temperature=0.8, top_k=40, logprobs=5, presence_penalty=1.0)
+    for position in range(10, 20):
+        tokens = list(range(position))
+        made = {
+            run(sample, logits, Request(params, 1, tokens, 4, logprobs_mode=m)).tokens.item()
+            for m in LOGPROBS_MODES
+        }
+        assert len(made) == 1
 
 
 # ---- padding, neighbours, broken rows ----

@@ -22,6 +22,7 @@ class SamplingRequest(Protocol):
     stop_ids: Sequence[int]
     allowed: Collection[int] | None
     """The tokens that a grammar allows, or None without a grammar."""
+    logprobs_mode: str
 
 
 def tables_of(requests: Sequence[SamplingRequest], max_len: int = 8) -> SamplingTables:
@@ -36,7 +37,8 @@ def tables_of(requests: Sequence[SamplingRequest], max_len: int = 8) -> Sampling
     }
     tokens = torch.zeros(slots + 1, max_len, dtype=torch.int32)
     for slot, request in enumerate(requests, start=1):
-        row = encode(request.params, request.seed, request.prompt_len, request.stop_ids)
+        about = request.prompt_len, request.stop_ids, request.logprobs_mode
+        row = encode(request.params, request.seed, *about)
         for name, values in row.items():
             columns[name][slot] = torch.tensor(values).view(columns[name][slot].shape)
         if request.allowed is not None:

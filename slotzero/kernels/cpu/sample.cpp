@@ -94,12 +94,13 @@ int64_t first_equal(const float* x, int64_t n, float value) {
   return std::find(x + begin, x + n, value) - x;
 }
 
-double sum_exp(const float* x, int64_t n, float peak) {
+// The sum of exp(x - peak) over the values that are not below the floor.
+double sum_exp(const float* x, int64_t n, float peak, float floor) {
   double total = 0;
   for (int64_t begin = 0; begin < n; begin += BLOCK) {
     Vec sum = {};
     each_register(x + begin, std::min(BLOCK, n - begin),
-                  [&](int64_t, Vec v) { sum += exp_of(v - peak); });
+                  [&](int64_t, Vec v) { sum += exp_of((v < floor ? all(-INF) : v) - peak); });
     total += lane_sum(sum);
   }
   return total;
@@ -431,14 +432,20 @@ void scale_row(const float* x, int64_t n, float peak, float temperature, float* 
   std::fill(scaled + n, scaled + (n + BLOCK - 1) / BLOCK * BLOCK, -INF);
 }
 
-int64_t choose(const Row& row, const float* x, float peak, Scratch& scratch) {
+struct Choice {
+  int64_t token = 0;
+  float floor = -INF;  // the lowest scaled logit that could be chosen
+};
+
+Choice choose(const Row& row, const float* x, float peak, Scratch& scratch) {
   const float temperature = row.tables.temperature[row.slot];
-  if (!std::isfinite(peak)) return 0;
-  if (!(temperature > 0)) return first_equal(x, row.vocab, peak);
+  if (!std::isfinite(peak)) return {};
+  if (!(temperature > 0)) return {first_equal(x, row.vocab, peak)};
   float* scaled = scratch.scaled.data();
   scale_row(x, row.vocab, peak, temperature, scaled);
   const Noise noise(row.tables.seed + row.slot * 2, row.position);
-  return noisy_argmax(scaled, row.vocab, floor_of(row, scaled, scratch), noise);
+  const float floor = floor_of(row, scaled, scratch);
+  return {noisy_argmax(scaled, row.vocab, floor, noise), floor};
 }
 
 // ---- log probabilities ----
@@ -458,21 +465,36 @@ void largest(const float* x, int64_t n, int64_t count, int32_t* ids) {
   }
 }
 
-// `peak` is the maximum of the model's own logits; if there is none, every result is NaN.
-void report(const Row& row, float peak, int64_t chosen, int64_t count, float* logprob,
-            int32_t* top_ids, float* top_logprobs) {
+// Of what the log probabilities of a row are: the model's own logits at temperature 1 without a
+// floor, or the adjusted ones.
+struct Distribution {
+  const float* logits;
+  float peak, temperature, floor;  // the floor is one of (logit - peak) / temperature
+};
+
+// If the logits have no maximum, every result is NaN.
+void report(const Row& row, const Distribution& of, int64_t chosen, int64_t count,
+            Scratch& scratch, float* logprob, int32_t* top_ids, float* top_logprobs) {
   count = std::min(count, row.vocab);
-  if (!std::isfinite(peak)) {
+  if (!std::isfinite(of.peak)) {
     *logprob = std::numeric_limits<float>::quiet_NaN();
     std::fill_n(top_logprobs, count, *logprob);
     return;
   }
-  const float log_sum = static_cast<float>(std::log(sum_exp(row.logits, row.vocab, peak)));
-  *logprob = (row.logits[chosen] - peak) - log_sum;
+  const bool is_scaled = of.temperature != 1.0f || of.floor != -INF;
+  const float* values = is_scaled ? scratch.scaled.data() : of.logits;
+  const float peak = is_scaled ? 0.0f : of.peak;
+  if (is_scaled) scale_row(of.logits, row.vocab, of.peak, of.temperature, scratch.scaled.data());
+  const float log_sum = static_cast<float>(std::log(sum_exp(values, row.vocab, peak, of.floor)));
+  const bool is_logit = row.tables.logprobs_mode[row.slot] & 2;
+  const auto value = [&](int64_t i) {
+    if (is_scaled && values[i] < of.floor) return -INF;
+    return is_logit ? of.logits[i] / of.temperature : (values[i] - peak) - log_sum;
+  };
+  *logprob = value(chosen);
   if (count == 0) return;
-  largest(row.logits, row.vocab, count, top_ids);
-  for (int64_t j = 0; j < count; ++j)
-    top_logprobs[j] = (row.logits[top_ids[j]] - peak) - log_sum;
+  largest(of.logits, row.vocab, count, top_ids);
+  for (int64_t j = 0; j < count; ++j) top_logprobs[j] = value(top_ids[j]);
 }
 
 }  // namespace
@@ -491,12 +513,17 @@ void sample_row(const SampleArgs& args, int64_t index) {
                 args.positions[index]};
   const float* x = adjust(row, scratch);
   const float peak = peak_of(x, row.vocab);
-  const int64_t chosen = choose(row, x, peak, scratch);
+  const auto [chosen, floor] = choose(row, x, peak, scratch);
   args.tokens_out[index] = static_cast<int32_t>(chosen);
   const int64_t wanted = std::min<int64_t>(args.tables.num_logprobs[row.slot], args.top_width);
   if (wanted < 0) return;
-  const float raw_peak = x == row.logits ? peak : peak_of(row.logits, row.vocab);
-  report(row, raw_peak, chosen, wanted, args.logprobs_out + index, top_ids, top_logprobs);
+  const float temperature = args.tables.temperature[row.slot];
+  const bool is_processed = args.tables.logprobs_mode[row.slot] & 1;
+  const float raw_peak = is_processed || x == row.logits ? peak : peak_of(row.logits, row.vocab);
+  const Distribution of = is_processed
+                              ? Distribution{x, peak, temperature > 0 ? temperature : 1.0f, floor}
+                              : Distribution{row.logits, raw_peak, 1.0f, -INF};
+  report(row, of, chosen, wanted, scratch, args.logprobs_out + index, top_ids, top_logprobs);
 }
 
 void sample_rows(const SampleArgs& args) {

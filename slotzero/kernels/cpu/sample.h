@@ -21,6 +21,7 @@ struct SampleTables {
   const int32_t* prompt_len;
   const int32_t* min_tokens;
   const int32_t* num_logprobs;
+  const int32_t* logprobs_mode;  // bit 0: of processed logits; bit 1: the logits themselves
   const int32_t* stop_ids;   // [slots + 1, stop_width]
   const int32_t* bias_ids;   // [slots + 1, bias_width]
   const float* bias_values;  // [slots + 1, bias_width]

@@ -22,9 +22,9 @@ const int32_t* ints(const Tensor& tensor, const char* name, std::initializer_lis
 void sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor temperature,
             Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty,
             Tensor presence_penalty, Tensor frequency_penalty, Tensor seed, Tensor prompt_len,
-            Tensor min_tokens, Tensor num_logprobs, Tensor stop_ids, Tensor bias_ids,
-            Tensor bias_values, Tensor is_masked, Tensor allowed, Tensor tokens_out,
-            Tensor logprobs_out, Tensor top_ids_out, Tensor top_logprobs_out) {
+            Tensor min_tokens, Tensor num_logprobs, Tensor logprobs_mode, Tensor stop_ids,
+            Tensor bias_ids, Tensor bias_values, Tensor is_masked, Tensor allowed,
+            Tensor tokens_out, Tensor logprobs_out, Tensor top_ids_out, Tensor top_logprobs_out) {
   for (const Tensor* matrix : {&logits, &tokens, &stop_ids, &bias_ids, &allowed, &top_ids_out})
     CHECK(matrix->dim() == 2, "sample: logits, tokens, stop_ids, bias_ids, allowed and ",
           "top_ids_out have 2 dimensions");
@@ -47,6 +47,7 @@ void sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor
       .prompt_len = ints(prompt_len, "prompt_len", {slots_all}),
       .min_tokens = ints(min_tokens, "min_tokens", {slots_all}),
       .num_logprobs = ints(num_logprobs, "num_logprobs", {slots_all}),
+      .logprobs_mode = ints(logprobs_mode, "logprobs_mode", {slots_all}),
       .stop_ids = ints(stop_ids, "stop_ids", {slots_all, stop_width}),
       .bias_ids = ints(bias_ids, "bias_ids", {slots_all, bias_width}),
       .bias_values = floats(bias_values, "bias_values", {slots_all, bias_width}),
@@ -86,9 +87,9 @@ void sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor
             "sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor "
             "temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty, "
             "Tensor presence_penalty, Tensor frequency_penalty, Tensor seed, Tensor prompt_len, "
-            "Tensor min_tokens, Tensor num_logprobs, Tensor stop_ids, Tensor bias_ids, Tensor "
-            "bias_values, Tensor is_masked, Tensor allowed, Tensor(a!) tokens_out, Tensor(b!) "
-            "logprobs_out, Tensor(c!) top_ids_out, Tensor(d!) top_logprobs_out) -> ()");
+            "Tensor min_tokens, Tensor num_logprobs, Tensor logprobs_mode, Tensor stop_ids, "
+            "Tensor bias_ids, Tensor bias_values, Tensor is_masked, Tensor allowed, Tensor(a!) "
+            "tokens_out, Tensor(b!) logprobs_out, Tensor(c!) top_ids_out, Tensor(d!) top_logprobs_out) -> ()");
 
 }  // namespace
 }  // namespace slotzero::sample_binding

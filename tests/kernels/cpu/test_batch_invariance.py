@@ -205,8 +205,9 @@ def test_recurrent_layers(kernels, shape):
     require_invariant(mix, torch.arange(ROWS))
 
 
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_sampling(kernels, temperature):
+def test_sampling(kernels, temperature, mode):
     vocab = 101
     params = SamplingParams(temperature=temperature, top_p=0.9, top_k=30, logprobs=3)
     tables = {"tokens": torch.zeros(ROWS + 1, 8, dtype=torch.int32)}
@@ -214,7 +215,7 @@ def test_sampling(kernels, temperature):
         table = torch.full(spec.shape(ROWS), spec.neutral, dtype=getattr(torch, spec.dtype))
         tables[spec.name] = table
     for slot in range(1, ROWS + 1):
-        for name, value in encode(params, slot, 2, frozenset()).items():
+        for name, value in encode(params, slot, 2, frozenset(), mode).items():
             table = tables[name]
             table[slot] = torch.tensor(value, dtype=table.dtype).view(table[slot].shape)
     logits = values(ROWS, vocab)

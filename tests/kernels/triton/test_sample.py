@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sampling_requests import ints, tables_of
 from torch import Tensor
 
+from slotzero.config import LOGPROBS_MODES
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.kernels.triton.sampling import sample
 from slotzero.kernels.triton.write_back import advance
@@ -32,6 +33,7 @@ class Request:
     prompt_len: int = 0
     stop_ids: Sequence[int] = ()
     allowed: Collection[int] | None = None
+    logprobs_mode: str = "raw_logprobs"
 
 
 def asks(tokens: Sequence[int] = (), prompt_len: int = 0, **choice: Any) -> Request:
@@ -129,6 +131,21 @@ def test_every_parameter(vocab: int, device: torch.device) -> None:
     run_all(logits_of("normal", len(requests), vocab), requests, device)
 
 
+@pytest.mark.parametrize("mode", LOGPROBS_MODES[1:])
+@pytest.mark.parametrize(("style", "vocab"), [("normal", CHUNK + 70), ("ties", 300)])
+def test_log_probabilities_in_every_mode(mode, style, vocab, device) -> None:
+    requests = [
+        replace(
+            request,
+            params=replace(request.params, logprobs=(0, 4, MAX_LOGPROBS)[i % 3]),
+            allowed=range(0, vocab, 3) if i % 4 == 3 else None,
+            logprobs_mode=mode,
+        )
+        for i, request in enumerate(everyone())
+    ]
+    run_all(logits_of(style, len(requests), vocab), requests, device)
+
+
 @pytest.mark.parametrize("style", STYLES[1:])
 def test_every_kind_of_logits(style: str, device: torch.device) -> None:
     requests = everyone()
@@ -192,6 +209,7 @@ REQUESTS = st.builds(
     st.integers(0, 9),
     st.lists(st.integers(0, 9), max_size=3, unique=True),
     st.none() | st.sets(st.integers(0, 220), max_size=60),
+    st.sampled_from(LOGPROBS_MODES),
 )
 
 

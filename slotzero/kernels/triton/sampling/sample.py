@@ -5,7 +5,7 @@ A row costs only what its parameters need: programs without work return early. N
 - `_scan_kernel`, one program per chunk of a row: the chunk's highest logit. Logits that a mask, a
   penalty, a bias or a ban changes are written in float32; the program of a chunk counts the tokens
   that belong to it. Filtered rows also get the highest logit of every 64, and rows with log
-  probabilities the sum and the top of the original logits.
+  probabilities the sum and the top of the logits of which these are: the original or adjusted ones.
 - `floor_kernel` of thresholds.py, one program per row: the lowest value that passes its filters.
 - `_choose_kernel`, a few programs per row. Exact noise costs two logarithms in double, so it is
   computed only for tokens whose cheap upper bound beats the best so far. The program that finishes
@@ -61,6 +61,8 @@ MAX_TOP = tl.constexpr(MAX_LOGPROBS)
 TOP_LANES = tl.constexpr(triton.next_power_of_2(MAX_LOGPROBS))
 CHOOSERS = 2112  # programs of `_choose_kernel`: 16 for each of 132 multiprocessors
 
+PART = tl.constexpr(512)  # tokens summed at a time
+
 IN_PROMPT = tl.constexpr(1 << 30)
 
 
@@ -68,10 +70,10 @@ class Scratch(NamedTuple):
     """Scratch tensors that the kernels of one call share."""
 
     best: Tensor  # [rows, chunks] int64: the highest adjusted logit and its index, packed
-    raw_top: Tensor  # [rows, chunks, MAX_LOGPROBS] int64: the highest original logits, packed
+    top: Tensor  # [rows, chunks, MAX_LOGPROBS] int64: the highest reported logits, packed
     noisy: Tensor  # [rows, choosers] int64: the highest logit with noise and its index, packed
     mass: Tensor  # [rows, chunks] float64: the sum of exp((logit - chunk's best) / temperature)
-    raw_mass: Tensor  # [rows, chunks] float64: the sum of exp(original logit - chunk's best)
+    top_mass: Tensor  # [rows, chunks] float64: the sum of exp(reported logit - chunk's top)
     groups: Tensor  # [rows, chunks * GROUPS] float32: the highest adjusted logit of each group
     listed: Tensor  # [rows, chunks * GROUPS] int32: groups in which the floor is searched
     adjusted: Tensor  # [rows, chunks * CHUNK] float32, where `changed`
@@ -145,6 +147,22 @@ def _adjust(x, index, begin, slot, position, tables, adjusted, token_stride, mas
 # ---- the chunks of a row ----
 
 
+@triton.jit
+def _list_top(x, source, index, chunk, at, num_top, scratch, vocab):
+    """Write the highest values of a chunk, and the sum of its exponentials."""
+    group, lane = tl.arange(0, GROUPS), tl.arange(0, GROUP)
+    left = tl.max(tl.where(index < vocab, pack(x, index), NO_TOKEN), axis=1)  # [GROUPS]
+    tl.store(scratch.top_mass + at, mass_of(x, value_of(tl.max(left)), 1.0))
+    for i in range(tl.maximum(num_top, 1)):
+        top = tl.max(left)
+        tl.store(scratch.top + at * MAX_TOP + i, top)
+        its_group = tl.minimum(place_of(top), vocab - 1) // GROUP
+        near = its_group * GROUP + lane
+        packed = pack(tl.load(source + near, mask=near < vocab).to(tl.float32), near)
+        packed = tl.where((near < vocab) & (packed < top), packed, NO_TOKEN)
+        left = tl.where(chunk * GROUPS + group == its_group, tl.max(packed), left)
+
+
 @triton.jit(do_not_specialize=["chunks"])
 def _scan_kernel(
     logits, slots, positions, tables, scratch, vocab, stride, token_stride, mask_stride, chunks,
@@ -173,17 +191,9 @@ def _scan_kernel(
     if chunk == 0:
         tl.store(scratch.changed + row, changed)
         tl.store(scratch.arrived + row, 0)
-    if num_top >= 0:
-        left = tl.max(tl.where(inside, pack(x, index), NO_TOKEN), axis=1)  # [GROUPS]
-        tl.store(scratch.raw_mass + at, mass_of(x, value_of(tl.max(left)), 1.0))
-        for i in range(tl.maximum(num_top, 1)):
-            top = tl.max(left)
-            tl.store(scratch.raw_top + at * MAX_TOP + i, top)
-            its_group = tl.minimum(place_of(top), vocab - 1) // GROUP
-            near = its_group * GROUP + lane
-            packed = pack(tl.load(logits + near, mask=near < vocab).to(tl.float32), near)
-            packed = tl.where((near < vocab) & (packed < top), packed, NO_TOKEN)
-            left = tl.where(chunk * GROUPS + group == its_group, tl.max(packed), left)
+    is_adjusted = changed & tl.load(tables.logprobs_mode + slot)  # bit 0: of processed logits
+    if (num_top >= 0) & (is_adjusted == 0):
+        _list_top(x, logits, index, chunk, at, num_top, scratch, vocab)
         x = tl.load(logits + index, mask=inside, other=-INF).to(tl.float32)  # saves registers
     if changed != 0:
         _adjust(
@@ -191,6 +201,9 @@ def _scan_kernel(
             vocab,
         )  # fmt: skip
         x = tl.load(adjusted + index, mask=inside, other=-INF)
+        if (num_top >= 0) & (is_adjusted != 0):
+            _list_top(x, adjusted, index, chunk, at, num_top, scratch, vocab)
+            x = tl.load(adjusted + index, mask=inside, other=-INF)
     # The maximum drops NaN, a sum does not. Scaled down, no sum of finite values is infinite, and
     # if two infinities sum to NaN, the positive one makes the row invalid anyway.
     total = tl.sum(x * 2.0**-16)
@@ -238,7 +251,33 @@ def _choose(winner, chunk, top, row, noise, floor):
 
 
 @triton.jit
-def _report(r, token, num_top, logits, scratch, out, vocab, chunks, CHUNKS: tl.constexpr):
+def _mass_above(row, floor, best, chunks):
+    """Return the sum of exp(scaled logit) over the tokens of a row that are not below the floor."""
+    peak, temperature = row[4], row[5]
+    total = tl.zeros((PART,), tl.float64)
+    lane = tl.arange(0, PART)
+    for chunk in range(chunks):
+        if tl.div_rn(value_of(tl.load(best + chunk)) - peak, temperature) >= floor:
+            for first in range(0, CHUNK, PART):
+                scaled = scaled_logit(row, lane + (chunk * CHUNK + first))
+                total += tl.where(scaled >= floor, tl.exp(scaled), 0.0).to(tl.float64)
+    return tl.sum(total)
+
+
+@triton.jit
+def _reported(value, row, floor, log_total, is_logit):
+    """Return what is reported of logits: their log probabilities, or the logits themselves."""
+    peak, temperature = row[4], row[5]
+    scaled = tl.div_rn(value - peak, temperature)
+    logit = tl.div_rn(value, temperature)
+    made = tl.where(scaled < floor, -INF, tl.where(is_logit, logit, scaled - log_total))
+    return tl.where(is_finite(peak), made, float("nan"))
+
+
+@triton.jit
+def _report(
+    r, slot, token, num_top, logits, tables, scratch, out, vocab, chunks, CHUNKS: tl.constexpr
+):
     """Write a row's outputs; num_top is -1 where no log probability is wanted."""
     lane, chunk = tl.arange(0, TOP_LANES), tl.arange(0, CHUNKS)
     logprob = 0.0
@@ -246,14 +285,26 @@ def _report(r, token, num_top, logits, scratch, out, vocab, chunks, CHUNKS: tl.c
     top_logprobs = tl.zeros((TOP_LANES,), tl.float32)
     if num_top >= 0:
         at = r * chunks + chunk
-        best = tl.load(scratch.raw_top + at * MAX_TOP, mask=chunk < chunks, other=NO_TOKEN)
-        peak = value_of(tl.max(best))
-        mass = tl.load(scratch.raw_mass + at, mask=chunk < chunks, other=0.0)
-        total = tl.sum(mass * tl.exp((value_of(best) - peak).to(tl.float64)))
-        log_total = tl.where(is_finite(peak), tl.log(total).to(tl.float32), float("nan"))
-        logprob = (tl.load(logits + token).to(tl.float32) - peak) - log_total
+        tops = tl.load(scratch.top + at * MAX_TOP, mask=chunk < chunks, other=NO_TOKEN)
+        peak = value_of(tl.max(tops))
+        mass = tl.load(scratch.top_mass + at, mask=chunk < chunks, other=0.0)
+        total = tl.sum(mass * tl.exp((value_of(tops) - peak).to(tl.float64)))
+        mode = tl.load(tables.logprobs_mode + slot)
+        temperature = tl.load(tables.temperature + slot)
+        is_scaled = ((mode & 1) != 0) & (temperature > 0)
+        temperature = tl.where(is_scaled, temperature, 1.0)
+        floor = tl.load(scratch.floor + r, mask=is_scaled, other=-INF)
+        adjusted = scratch.adjusted + r * chunks * CHUNK
+        is_adjusted = tl.load(scratch.changed + r) & mode
+        row = (logits, adjusted, is_adjusted, vocab, peak, temperature)
+        if is_scaled & is_finite(peak):
+            total = _mass_above(row, floor, scratch.best + r * chunks, chunks)
+        log_total = tl.log(total).to(tl.float32)
+        is_logit = (mode & 2) != 0
+        value = read_logits(logits, adjusted, is_adjusted, vocab, token)
+        logprob = _reported(value, row, floor, log_total, is_logit)
         wanted = (lane < num_top)[None, :] & (chunk < chunks)[:, None]
-        left = scratch.raw_top + (at * MAX_TOP)[:, None] + lane[None, :]
+        left = scratch.top + (at * MAX_TOP)[:, None] + lane[None, :]
         left = tl.load(left, mask=wanted, other=NO_TOKEN)
         found = tl.full((TOP_LANES,), NO_TOKEN, tl.int64)
         for i in range(num_top):
@@ -263,7 +314,8 @@ def _report(r, token, num_top, logits, scratch, out, vocab, chunks, CHUNKS: tl.c
         num_found = tl.minimum(num_top, vocab)
         num_ids = tl.where(is_finite(peak), num_found, 0)
         top_ids = tl.where(lane < num_ids, place_of(found), 0)
-        top_logprobs = tl.where(lane < num_found, (value_of(found) - peak) - log_total, 0.0)
+        top_logprobs = _reported(value_of(found), row, floor, log_total, is_logit)
+        top_logprobs = tl.where(lane < num_found, top_logprobs, 0.0)
     tl.store(out.tokens + r, token)
     tl.store(out.logprobs + r, logprob)
     tl.store(out.top_ids + r * MAX_TOP + lane, top_ids, mask=lane < MAX_TOP)
@@ -310,7 +362,7 @@ def _choose_kernel(
                 token = place_of(tl.max(tl.load(noisy, mask=chunk < choosers, other=NO_TOKEN)))
                 token = tl.where(token < vocab, token, 0)
     if is_last:
-        _report(r, token, num_top, logits, scratch, out, vocab, chunks, CHUNKS)
+        _report(r, slot, token, num_top, logits, tables, scratch, out, vocab, chunks, CHUNKS)
 
 
 def sample(
@@ -357,10 +409,10 @@ def _scratch(rows: int, chunks: int, choosers: int, device: torch.device) -> Scr
     groups = chunks * GROUPS.value
     return Scratch(
         best=empty(torch.int64, chunks),
-        raw_top=empty(torch.int64, chunks, MAX_LOGPROBS),
+        top=empty(torch.int64, chunks, MAX_LOGPROBS),
         noisy=empty(torch.int64, choosers),
         mass=empty(torch.float64, chunks),
-        raw_mass=empty(torch.float64, chunks),
+        top_mass=empty(torch.float64, chunks),
         groups=empty(torch.float32, groups),
         listed=empty(torch.int32, groups),
         adjusted=empty(torch.float32, chunks * CHUNK.value),
