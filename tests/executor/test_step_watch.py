@@ -13,7 +13,8 @@ from hanging import FILE
 from served import wait_until
 
 from slotzero import LLM, SamplingParams
-from slotzero.errors import RankLostError
+from slotzero.config import EngineConfig
+from slotzero.errors import ConfigError, RankLostError
 from slotzero.executor import step_watch
 from slotzero.executor.step_watch import FACTOR, FIRST_LIMIT, INTERVAL, StepWatch, Work
 from slotzero.graph import GraphKey
@@ -261,6 +262,11 @@ def test_a_collective_that_times_out_says_in_which_step(
     with pytest.raises(RankLostError, match=named):
         llm.generate([PROMPT], GREEDY, use_tqdm=False)
     assert f"rank 1 (process {pid}), stacks of all threads:" in capfd.readouterr().err
+
+
+def test_a_negative_limit_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="step_timeout must be at least 0 seconds"):
+        EngineConfig(model="tiny:llama", step_timeout=-1.0)
 
 
 def test_stacks_name_threads_and_functions() -> None:
