@@ -12,7 +12,7 @@ after that, further keys are ignored. So the decision does not depend on how the
 import json
 from collections.abc import Collection
 
-from slotzero.formats.value_types import strict_json
+from slotzero.formats.value_types import json_object
 
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", "type", *_ARGUMENTS)
@@ -69,7 +69,7 @@ class CallObject:
         if self.name is not None and self._names is not None:
             self.is_wrong |= self.name not in self._names
         if self.is_over:
-            self.is_wrong |= self.name is None or not is_json(self.raw[: self._read])
+            self.is_wrong |= self.name is None or json_object(self.raw[: self._read]) is None
         has_begun = self._start is not None or self.is_over
         self.is_call = self.name is not None and has_begun and not self.is_wrong
 
@@ -115,14 +115,6 @@ class CallObject:
             elif self._key in _ARGUMENTS and self._start is None:
                 self._odd_arguments = _loads(value) or ("{}" if value == "null" else value)
         self._key = self._value_at = None
-
-
-def is_json(text: str) -> bool:
-    try:
-        strict_json(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _loads(text: str) -> str | None:

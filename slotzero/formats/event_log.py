@@ -6,9 +6,9 @@ other text is emitted.
 
 import uuid
 
-from slotzero.formats.call_object import is_json
 from slotzero.formats.events import Argued, Called, Event, Said, Thought
 from slotzero.formats.text_input import SPACE
+from slotzero.formats.value_types import json_object
 
 
 class EventLog:
@@ -27,7 +27,7 @@ class EventLog:
         self.num_done = 0
         """Number of calls that have ended; the last one may be cut off."""
         self.num_whole = 0
-        """Number of calls that have ended with valid JSON arguments."""
+        """Number of calls that have ended, and whose arguments are a JSON object."""
 
     def take(self) -> list[Event]:
         events, self._events = self._events, []
@@ -80,7 +80,7 @@ class EventLog:
     def end_call(self) -> None:
         """End a call that is complete."""
         self.num_done += 1
-        self.num_whole += is_json("".join(self._arguments))
+        self.num_whole += json_object("".join(self._arguments)) is not None
 
     def close(self) -> None:
         """Emit the white space at the end of an answer that is text alone."""

@@ -162,5 +162,14 @@ def strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=_no_number)
 
 
+def json_object(text: str) -> dict[str, Any] | None:
+    """Parse a JSON object, or return None if the text is none."""
+    try:
+        value = strict_json(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")

@@ -2,8 +2,8 @@
 
 All APIs build their replies from it. It knows neither HTTP nor the shape of any reply.
 
-The rule: the finish reason is "tool_calls" only if the answer has calls and all are complete; a
-call that is cut off keeps the engine's reason, "length" or "stop".
+The rule: the finish reason is "tool_calls" only if the answer has calls and all are complete,
+with JSON objects as arguments. Otherwise it is the engine's reason, "length" or "stop".
 """
 
 from collections.abc import Sequence

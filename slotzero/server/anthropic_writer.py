@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slotzero.formats.events import Argued, Called, Event, Said, Thought
-from slotzero.formats.value_types import strict_json
+from slotzero.formats.value_types import json_object
 from slotzero.server.answer import Answer
 from slotzero.server.answer_plan import AnswerPlan
 from slotzero.server.answers import AnswerBuilder, TextDelta
@@ -127,11 +127,7 @@ class MessageWriter:
         stop reason says so."""
         if block["type"] != "tool_use":
             return dict(block)
-        try:
-            given = strict_json(block["input"])
-        except (ValueError, RecursionError):
-            given = {}
-        return {**block, "input": given if isinstance(given, dict) else {}}
+        return {**block, "input": json_object(block["input"]) or {}}
 
     def _reply(self, answer: AnswerBuilder, blocks: list[dict[str, Any]]) -> MessageReply:
         reason = self._answer.finish_reason

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from slotzero.formats.events import Said, Thought
-from slotzero.formats.value_types import strict_json
+from slotzero.formats.value_types import json_object
 from slotzero.server.answer import Answer
 from slotzero.server.answer_plan import AnswerPlan
 from slotzero.server.answers import TextDelta
@@ -103,10 +103,8 @@ class OllamaWriter:
         """Return the calls that are complete: only the last one can be cut off."""
         made = []
         for call in self._answer.calls:
-            try:
-                arguments = strict_json(call.arguments)
-            except (ValueError, RecursionError):
-                continue
-            function = {"name": call.name, "arguments": arguments}
-            made.append({"id": call.id, "function": function})
+            arguments = json_object(call.arguments)
+            if arguments is not None:
+                function = {"name": call.name, "arguments": arguments}
+                made.append({"id": call.id, "function": function})
         return made

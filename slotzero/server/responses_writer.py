@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slotzero.formats.events import Argued, Called, Event, Said, Thought
+from slotzero.formats.value_types import json_object
 from slotzero.server.answer import Answer, num_reasoning_tokens
 from slotzero.server.answer_plan import AnswerPlan
 from slotzero.server.answers import TextDelta
@@ -118,7 +119,8 @@ class ResponseOutput:
         item, self._open = self._open, None
         if item is None:
             return
-        item.status = status
+        is_broken = item.kind == "function_call" and json_object(item.text) is None
+        item.status = "incomplete" if is_broken else status
         name = _TEXT_EVENTS[item.kind]
         if item.kind == "function_call":
             yield f"{name}.done", item.where | {"arguments": item.text, "name": item.name}

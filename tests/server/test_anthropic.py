@@ -133,9 +133,16 @@ def test_choices_thinking_and_structure() -> None:
     assert fake.prompt == "user:How warm is Paris?;assistant:It is"
 
 
-@pytest.mark.parametrize(("text", "limit"), [(TOOL_LOOP[0], 90), (TOOL_LOOP[0][:-20], 900)])
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        (TOOL_LOOP[0], 90),
+        (TOOL_LOOP[0][:-20], 900),
+        (f"{THOUGHT}I look.\n{call_text('weather', '[1]')}", 900),
+    ],
+)
 def test_a_call_that_is_cut_off_is_not_invented(text: str, limit: int) -> None:
-    """Neither by the limit nor by a model that ends in the middle of its call."""
+    """Neither by the limit, nor by a model that ends in its middle or writes no object."""
 
     async def work() -> None:
         given: Any = {"model": "tiny", "max_tokens": limit, "messages": USER, "tools": [WEATHER]}

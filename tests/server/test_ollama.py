@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from asgi_clients import TEMPLATE, THOUGHT, TOOL_LOOP, engine
+from asgi_clients import TEMPLATE, THOUGHT, TOOL_LOOP, call_text, engine
 from fake_engine import FakeClient, ask, tool_tokenizer
 
 USER: Any = [{"role": "user", "content": "Hi"}]
@@ -43,8 +43,9 @@ def test_a_chat_with_a_tool(step: int) -> None:
     assert client.prompt.endswith('"arguments": {"city": "Paris"}}</tool_call>;tool:rain;')
 
 
-def test_a_call_that_breaks_off_is_not_sent() -> None:
-    client = engine(TOOL_LOOP[0][:-20])  # the model ends in the middle of its call
+@pytest.mark.parametrize("text", [TOOL_LOOP[0][:-20], call_text("weather", "[1]")])
+def test_a_call_that_breaks_off_is_not_sent(text: str) -> None:
+    client = engine(text)
     made = post(client, "/api/chat", messages=USER, tools=[WEATHER], stream=False).json()
     assert "tool_calls" not in made["message"]
     assert made["done_reason"] == "length"

@@ -158,6 +158,18 @@ def test_a_response_that_is_cut_off() -> None:
     run(work)
 
 
+@pytest.mark.parametrize("arguments", ['{"city": Paris}', "[1]"])
+def test_a_broken_call_before_another_is_incomplete(arguments: str) -> None:
+    async def work() -> None:
+        broken = call_text("weather", arguments)
+        client = openai_client(engine(broken + call_text("add", '{"a": 1, "b": 2}')))
+        made = await client.responses.create(model="tiny", input="Hi", tools=[WEATHER, ADD])
+        assert made.output[0].status == made.status == "incomplete"
+        assert made.incomplete_details.reason == "broken_tool_call"
+
+    run(work)
+
+
 def test_a_stream_can_be_cancelled() -> None:
     names: list[str] = []
 
