@@ -3,8 +3,8 @@
 python docs/bugs.py                       write the page
 python docs/bugs.py LABEL=REPORT ...      first replace the evidence by what these reports show
 
-A report is what `slotzero certify MODEL --mutate --json FILE` has written; its label is the rest of
-that command. The evidence is kept in bugs.json: what caught each bug, in which runners.
+A report is what `slotzero certify MODEL --mutate --json FILE` has written, or a part of it; its
+label says of what. The evidence is kept in bugs.json: what caught each bug, in which runners.
 """
 
 import json
@@ -24,10 +24,10 @@ HEAD = """\
 
 This page is made by `python docs/bugs.py` from the table that `slotzero certify --mutate` uses
 (`slotzero/certify/known_bugs.py`). Each of these {num_bugs} bugs was reported for another engine or
-library; in all of them a CUDA graph, or a step recorded otherwise, computed something that the same
-step without a graph would not have. For each, the same mistake is made here on purpose, in the
-tensor that corresponds to theirs, and a check must catch it and name that tensor.
-[sanitizer.md](sanitizer.md) says what the checks S0 to S11 do.
+library. In most of them a CUDA graph computed something that the same step without a graph would
+not have; in the others a step got what belongs to another step, row or rank. For each, the same
+mistake is made here on purpose, in the tensor that corresponds to theirs, and a check must catch it
+and name that tensor. [sanitizer.md](sanitizer.md) says what the checks S0 to S11 do.
 
 A bug is a number of an issue or pull request. Two reports of one mistake are two numbers. "Tried
 in" are the runners in which the fault was injected and named; a bug that has no counterpart in one
@@ -36,7 +36,7 @@ runner is tried in others. A bug that could not be mapped honestly to a fault is
 
 ## Where this was tried
 
-| `slotzero certify` | faults injected | caught | named |
+| what was certified | faults injected | caught | named |
 |---|---|---|---|
 """
 BUG_HEAD = """
@@ -57,6 +57,7 @@ PREVENTED_HEAD = """
 | bug | what went wrong there | why it cannot happen here |
 |---|---|---|
 """
+RUNNERS = ("decode", "prefill", "scored prefill", "verify", "draft-extend", "draft", "engine")
 Found = dict[str, list[str]]
 
 
@@ -67,7 +68,7 @@ def page() -> str:
         (
             HEAD.format(num_bugs=len(numbers), num_prevented=len(PREVENTED)),
             *(
-                _row(f"`{label}`", *(f"{run[name]:,}" for name in ("mutants", "caught", "named")))
+                _row(label, *(f"{run[name]:,}" for name in ("mutants", "caught", "named")))
                 for label, run in evidence["runs"].items()
             ),
             BUG_HEAD,
@@ -83,15 +84,22 @@ def page() -> str:
 def evidence_of(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return what the reports show of each bug, by its number and fault."""
     found: dict[str, Found] = {}
+    known = {_key(bug.number, bug.fault) for bug in BUGS}  # a report may be older
     for report in reports.values():
         for mutant in report["mutation"]:
             for number in mutant["numbers"] if mutant["is_named"] else ():
-                _add(found.setdefault(f"{number}: {mutant['fault']}", {}), mutant)
+                key = _key(number, mutant["fault"])
+                if key in known:
+                    _add(found.setdefault(key, {}), mutant)
     runs = {
         label: {name: report[name] for name in ("mutants", "caught", "named")}
         for label, report in reports.items()
     }
     return {"runs": runs, "bugs": dict(sorted(found.items()))}
+
+
+def _key(number: str, fault: str) -> str:
+    return f"{number}: {fault}"
 
 
 def _add(found: Found, mutant: Mapping[str, Any]) -> None:
@@ -101,11 +109,15 @@ def _add(found: Found, mutant: Mapping[str, Any]) -> None:
         ("runners", re.sub(r"-\d+$", "", mutant["runner"])),
     ):
         values = {*found.get(name, ()), value}
-        found[name] = sorted(values, key=lambda word: (len(word), word))
+        found[name] = sorted(values, key=_place)
+
+
+def _place(word: str) -> tuple[int, str]:
+    return RUNNERS.index(word) if word in RUNNERS else len(RUNNERS), word
 
 
 def _bug_row(bug: Bug, evidence: Mapping[str, Found]) -> str:
-    found = evidence[f"{bug.number}: {bug.fault}"]
+    found = evidence[_key(bug.number, bug.fault)]
     return _row(
         bug.number,
         bug.why,

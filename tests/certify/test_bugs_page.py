@@ -40,8 +40,14 @@ def test_every_bug_has_a_row() -> None:
         assert any(row.startswith(f"| {bug.number} |") for row in rows), bug
 
 
-def test_evidence_is_taken_from_named_mutants_only() -> None:
-    named = {"numbers": ["X 1"], "fault": "f", "tensor": "slots", "caught_by": "S0"}
+def test_evidence_is_taken_from_named_mutants_of_known_bugs() -> None:
+    bug = BUGS[0]
+    named = {
+        "numbers": ["X 1", bug.number],
+        "fault": bug.fault,
+        "tensor": "slots",
+        "caught_by": "S0",
+    }
     mutants = [
         {**named, "runner": "verify-3", "is_named": True},
         {**named, "runner": "draft-extend-16", "is_named": True},
@@ -52,8 +58,8 @@ def test_evidence_is_taken_from_named_mutants_only() -> None:
     made = generator().evidence_of({"tiny:x": report})
     assert made["runs"] == {"tiny:x": {"mutants": 4, "caught": 4, "named": 3}}
     assert made["bugs"] == {
-        "X 1: f": {
-            "tensors": ["slots", "decode"],
+        f"{bug.number}: {bug.fault}": {
+            "tensors": ["decode", "slots"],
             "checks": ["S0", "S1"],
             "runners": ["decode", "verify", "draft-extend"],
         }

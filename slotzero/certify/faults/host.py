@@ -304,7 +304,7 @@ ALLOCATIONS: tuple[Fault, ...] = (
     AllocationFault(
         "rows one column too narrow",
         (TensorKind.TABLE,),
-        lambda case: case.is_staged and case.entry.tensor.dim() == 2,
+        lambda case: case.is_staged and case.entry.tensor[0].numel() > 1,
         _narrower,
     ),
     AllocationFault("aliased into the pool", ALL, _fits_in_pages, _in_pages, since_recording=True),
