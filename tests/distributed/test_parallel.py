@@ -191,7 +191,10 @@ def test_four_ranks_equal_transformers(ran_by_four, oracles, job):
 
 
 def num_tokens(job):
-    return 24 if "preempted" in job else 12
+    """Return the length of answers: 8 tokens cross the end of a page and of every window."""
+    if "preempted" in job:
+        return 24
+    return 12 if any(word in job for word in ("ngram", "mtp", "tree", "graphs")) else 8
 
 
 def right_answers(oracle, num, guesses):
