@@ -29,7 +29,7 @@ The rules it keeps:
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -122,6 +122,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.admits = True
         """Whether waiting requests may begin."""
+        self.leaving: Callable[[Request], None] | None = None
+        """Called before a request that is preempted, or ends without an error, gives its pages
+        back."""
         # arrivals grow along _running, then along _waiting
         self._running: dict[str, Request] = {}
         self._waiting: OrderedDict[str, Request] = OrderedDict()
@@ -240,6 +243,8 @@ class Scheduler:
         """End a request in any state. For one that has ended only the reason changes: a stop string
         in the last possible token is a stop, not a length."""
         if request.status is RequestStatus.RUNNING:
+            if reason != "abort":  # after a failed step nothing can be read
+                self._leave(request)
             self._vacate(request)
         elif request.status is RequestStatus.WAITING:
             del self._waiting[request.id]
@@ -265,6 +270,7 @@ class Scheduler:
     def preempt_youngest(self) -> Request:
         """Take slot and pages from the youngest running request, which is computed again later."""
         request = next(reversed(self._running.values()))
+        self._leave(request)
         self._vacate(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
@@ -413,6 +419,10 @@ class Scheduler:
         for change in changes or ():
             self.writer.pages_changed(request, *change)
         return changes is not None
+
+    def _leave(self, request: Request) -> None:
+        if self.leaving is not None:
+            self.leaving(request)
 
     def _vacate(self, request: Request) -> None:
         del self._running[request.id]
