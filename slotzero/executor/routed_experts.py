@@ -24,7 +24,7 @@ from slotzero.models.routing import CHOSEN_EXPERTS
 class RoutedExperts:
     group: int
     """Index of the KV group whose pages are used."""
-    kv: PagedKv  # pages [MoE layers, pages, page_size, top_k] int16
+    kv: PagedKv  # pages [MoE layers, pages, page_size, 1, top_k] int16
 
     def read(self, pages: Sequence[int]) -> np.ndarray:
         """Return the experts of all tokens of these pages, [tokens, MoE layers, top_k].
@@ -33,7 +33,7 @@ class RoutedExperts:
         """
         stored: Tensor = self.kv.pages
         index = torch.tensor(pages, dtype=torch.int64, device=stored.device)
-        by_layer = stored.index_select(1, index).flatten(1, 2)
+        by_layer = stored.index_select(1, index).flatten(1, 3)
         made: np.ndarray = by_layer.transpose(0, 1).contiguous().cpu().numpy()
         return made
 
@@ -60,7 +60,7 @@ def routed_experts(
     group, like = names.index(whole[0]), kv[whole[0]]
     _, num_pages, page_size = like.pages.shape[:3]
     num_layers = sum(layer.moe is not None for layer in model.layers)
-    shape = (num_layers, num_pages, page_size, model.experts.top_k)
+    shape = (num_layers, num_pages, page_size, 1, model.experts.top_k)  # as of one KV head
     pages = torch.zeros(shape, dtype=torch.int16, device=registry.device)
     through = page_tables[group]
     registry.table(CHOSEN_EXPERTS, pages, axis=1, through=through)

@@ -193,6 +193,7 @@ class Decoder(Model):
             return None
         page_size = stored.pages.shape[2]
         pages = stored.page_table[tokens.slots, tokens.positions // page_size]
+        pages = pages * (tokens.slots != 0)  # the row of slot 0 may hold anything
         return ChosenExperts(stored.pages, pages, tokens.positions % page_size)
 
     def _moe_inputs(self, i: int, tokens: Tokens, chosen: ChosenExperts | None) -> MoeInputs | None:

@@ -16,6 +16,7 @@ from slotzero.server.replies import (
     ChatReply,
     Delta,
     FunctionCall,
+    RoutedExperts,
     ToolCallReply,
     Usage,
     head,
@@ -88,6 +89,9 @@ class ChatWriter:
 
     def whole(self, generation: Generation) -> ChatReply:
         choices = [self._whole_choice(i, choice) for i, choice in enumerate(self._choices)]
+        for choice, answer in zip(choices, generation.answers, strict=True):
+            if (experts := answer.routed_experts) is not None:
+                choice.routed_experts = RoutedExperts.of(experts)
         made = ChatReply(choices=choices, usage=self._counts(generation), **self._head)
         if self._num_prompt_top is not None:
             scores = generation.answers[0].prompt_logprobs

@@ -39,6 +39,13 @@ class TokenLogprobs(Struct, array_like=True, frozen=True):
     top_values: list[float]
 
 
+class TokenExperts(Struct, array_like=True, frozen=True):
+    """The experts chosen for each token of prompt and answer but the last."""
+
+    shape: tuple[int, int, int]  # tokens - 1, MoE layers, top_k
+    data: bytes  # int16, little-endian
+
+
 class TokenDelta(Struct, array_like=True, frozen=True):
     """New tokens of one request in a step; the last delta has a finish_reason, or a Refused
     follows."""
@@ -51,6 +58,8 @@ class TokenDelta(Struct, array_like=True, frozen=True):
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs] = []
     """Of the prompt's tokens from the second on; with the first new token, if wanted."""
+    routed_experts: TokenExperts | None = None
+    """With the last token, if the engine returns them."""
 
 
 class Progress(Struct, tag="progress", array_like=True, frozen=True):

@@ -52,7 +52,7 @@ MOE_NAMES = MoeNames()
 class ChosenExperts(NamedTuple):
     """Where a layer stores which experts it chooses for each token: beside the token's KV."""
 
-    pages: Tensor  # [pages, page_size, top_k] int16
+    pages: Tensor  # [pages, page_size, 1, top_k] int16
     page: Tensor  # [T]
     place: Tensor  # [T]: in the page
 
@@ -60,8 +60,8 @@ class ChosenExperts(NamedTuple):
         """Store experts [T, num_chosen], of which shared ones are last; tokens of slot 0 write
         back what is there."""
         stored = self.pages[self.page, self.place]
-        chosen = experts[:, : self.pages.shape[-1]].to(self.pages.dtype)
-        chosen = torch.where((slots != 0)[:, None], chosen, stored)
+        chosen = experts[:, None, : self.pages.shape[-1]].to(self.pages.dtype)
+        chosen = torch.where((slots != 0)[:, None, None], chosen, stored)
         self.pages.index_put_((self.page, self.place), chosen)
 
 
