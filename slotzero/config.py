@@ -140,6 +140,9 @@ class EngineConfig:
     distribution that is sampled, after mask, penalties, bias, temperature and filters. raw_logits
     and processed_logits return logits instead. Prompts are not sampled: they are always scored with
     raw_logprobs."""
+    enable_return_routed_experts: bool = False
+    """Return with every answer the experts that the router of each MoE layer chose for each token
+    of prompt and answer, which training with the same routing needs."""
     speculative: str | None = None
     """Speculative decoding, which never changes an answer. The value is the drafter: eagle or
     eagle3 (a draft head), mtp (the model's own MTP layers, or its assistant), draft (a small
@@ -298,6 +301,7 @@ class EngineConfig:
         self._check_details("sanitize", "off", "set it to sample or full")
         self._check_nodes()
         self._check_scores()
+        self._check_routed_experts()
         if self.enforce_eager and self.backend not in ("auto", "eager"):
             raise ConfigError(f"enforce_eager contradicts backend={self.backend!r}: drop one")
 
@@ -337,6 +341,18 @@ class EngineConfig:
             )
         if self.nnodes > 1 and self.executor == "ray":
             raise ConfigError(f"nnodes={self.nnodes}: executor=ray chooses the nodes; drop it")
+
+    def _check_routed_experts(self) -> None:
+        for name, is_set, why in (
+            ("enable_expert_parallel", self.enable_expert_parallel, "routes only its own tokens"),
+            ("enable_dp_attention", self.enable_dp_attention, "routes tokens of all devices"),
+            ("speculative_topk", self.speculative_topk > 1, "moves tokens after they are routed"),
+        ):
+            if self.enable_return_routed_experts and is_set:
+                what = "a draft tree" if name == "speculative_topk" else "a device"
+                raise ConfigError(
+                    f"enable_return_routed_experts: with {name} {what} {why}; drop one of them"
+                )
 
     @property
     def weights_seed(self) -> int:

@@ -62,6 +62,9 @@ class CompletionOutput:
     stop_reason: int | str | None
     error: str | None = None
     """Why the grammar failed, if the answer ended with finish_reason "abort"."""
+    routed_experts: np.ndarray | None = None
+    """With `enable_return_routed_experts`: the experts of each token of prompt and answer but the
+    last, [tokens - 1, MoE layers, top_k] int16; None for an answer that was aborted."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -497,6 +500,7 @@ class LLM:
             finish_reason=answer.finish_reason,
             stop_reason=request.stop_reason,
             error=answer.failure or None,
+            routed_experts=answer.routed_experts,
         )
 
     def _prompt_logprobs(self, answer: RequestHandle) -> list[dict[int, Logprob] | None] | None:

@@ -23,6 +23,7 @@ from slotzero.certify.synthetic_requests import (
     Snapshots,
     SyntheticRequest,
     SyntheticRequestBuilder,
+    paged_tables,
 )
 from slotzero.engine.engine import Engine
 from slotzero.graph import GraphKey, Ladder, Runner
@@ -179,10 +180,10 @@ def _fill(
     for state in states_of(engine):
         by_row = registry[state].movedim(registry.entry(state).axis, 0)
         by_row[1:] = torch.randn(by_row[1:].shape, generator=generator, device=by_row.device)
-    for group, (name, window) in enumerate(engine.limits.windows.items()):
-        kv = registry[f"kv_{name}"]
+    for name, group, window in paged_tables(engine):
+        kv = registry[name]
         num_accesses = max(
-            len(kv_accesses.get(f"kv_{name}", ())) for _, _, kv_accesses, _ in (*running, *idle)
+            len(kv_accesses.get(name, ())) for _, _, kv_accesses, _ in (*running, *idle)
         )
         shape = kv.shape[1], max(1, num_accesses), page_size
         stored = torch.zeros(shape, dtype=torch.bool, device=kv.device)
@@ -193,7 +194,7 @@ def _fill(
             pages = torch.tensor(request.pages[group], device=kv.device)
             position = torch.arange(len(pages) * page_size, device=kv.device).view(-1, page_size)
             pages, position = pages[pages > 0], position[pages > 0]
-            for layer, (known, written) in enumerate(kv_accesses.get(f"kv_{name}", ())):
+            for layer, (known, written) in enumerate(kv_accesses.get(name, ())):
                 first = 0 if window is None else known + 1 - window
                 stored[pages, layer] = (position >= first) & (position < known)
                 places = torch.tensor([*written], device=kv.device)
@@ -201,9 +202,9 @@ def _fill(
             shape = (len(kv), *position.shape, *kv.shape[3:])
             noise = torch.randn(shape, generator=generator, device=kv.device)
             noise *= stored[pages].movedim(1, 0)[..., None, None]
-            is_float8 = registry.entry(f"kv_{name}").is_float8
+            is_float8 = registry.entry(name).is_float8
             kv[:, pages] = to_codes(noise, noise.new_ones(())) if is_float8 else noise.to(kv.dtype)
-        masks[f"kv_{name}"] = Mask(*(mask[..., None, None] for mask in (stored, storing)))
+        masks[name] = Mask(*(mask[..., None, None] for mask in (stored, storing)))
     return masks
 
 

@@ -14,6 +14,7 @@ from slotzero.certify.scenario import kind_of
 from slotzero.engine.engine import Engine
 from slotzero.errors import RequestError
 from slotzero.graph import Runner
+from slotzero.models.routing import CHOSEN_EXPERTS
 from slotzero.pools.pages import KvPool
 from slotzero.pools.states import STATES, stored
 from slotzero.request import Request
@@ -44,6 +45,23 @@ _SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.2, "logprobs": 3},
     {"temperature": 0.0, "logit_bias": {3: 4.0, 7: -2.0}, "min_tokens": 3},
 )
+
+
+class PagedTable(NamedTuple):
+    """A table of pages, which a step writes for every token that it computes."""
+
+    name: str
+    group: int
+    """Index of the KV group that owns the pages."""
+    window: int | None
+
+
+def paged_tables(engine: Engine) -> list[PagedTable]:
+    windows = engine.limits.windows
+    tables = [PagedTable(f"kv_{name}", i, windows[name]) for i, name in enumerate(windows)]
+    if (routed := engine.worker.routed_experts) is not None:
+        tables.append(PagedTable(CHOSEN_EXPERTS, routed.group, None))
+    return tables
 
 
 class Access(NamedTuple):
@@ -147,7 +165,7 @@ class SyntheticRequestBuilder:
         self._width, self._shape = runner.spec.width, engine.worker.tree
         self._most = max(runner.spec.width, runner.spec.ahead)
         self._tables, self._vocab = engine.worker.tables, engine.worker.vocab_size
-        pages = [f"kv_{group}" for group in engine.limits.windows]
+        pages = [table.name for table in paged_tables(engine)]
         self._kv = [name for name in pages if not is_drafter(name)]
         self._drafter_kv = [name for name in pages if is_drafter(name)]
         drafter = engine.worker.drafter

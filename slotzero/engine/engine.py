@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
@@ -32,6 +33,7 @@ from slotzero.executor.build import build_worker
 from slotzero.executor.rank0 import start_ranks
 from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.results import Results
+from slotzero.executor.routed_experts import RoutedExperts
 from slotzero.executor.step_watch import Work
 from slotzero.executor.worker import Worker
 from slotzero.grammars.limits import GrammarLimits
@@ -108,6 +110,9 @@ class Engine:
         )
         self.admission = GrammarAdmission(self._grammars(config, checkpoint), self.lock)
         self.schedulers = _schedulers(config, self.worker)
+        if self.worker.routed_experts is not None:
+            for scheduler in self.schedulers:
+                scheduler.leaving = partial(self._store_experts, self.worker.routed_experts)
         self.recording_seconds = 0.0 if config.lazy_recording else self._record(config, on_progress)
         self.num_steps = 0
         self.weight_version = "0"
@@ -448,6 +453,12 @@ class Engine:
         for handle in grown:
             if handle.finished:
                 self._handles.pop(handle.request.id, None)
+
+    def _store_experts(self, stored: RoutedExperts, request: Request) -> None:
+        """Read the experts of a request that is about to give its pages back."""
+        handle = self._handles.get(request.id)
+        if handle is not None and handle.request is request:
+            handle.stored_experts = stored.read(request.pages[stored.group])
 
     def _take_scores(self, step: Step, results: Sequence[Results]) -> None:
         """Give their log probabilities to the requests whose prompts were scored in this step."""

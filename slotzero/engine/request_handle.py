@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from slotzero.engine.output_text import OutputText
 from slotzero.errors import RequestError
 from slotzero.executor.results import RowLogprobs
@@ -21,6 +23,8 @@ class RequestHandle:
     """Log probabilities of the prompt from its second token on, if requested."""
     vector: Vector | None = None
     """The vector of the prompt, if the request asks for one; see models/pooling.py."""
+    stored_experts: np.ndarray | None = None
+    """The chosen experts of its tokens, and more rows, when it last gave its pages back."""
     error: BaseException | None = None
     """The error of the step that failed with this request in it; else None."""
     listener: "Callable[[RequestHandle], None] | None" = None
@@ -67,6 +71,14 @@ class RequestHandle:
     @property
     def token_ids(self) -> list[int]:
         return self.request.output_token_ids
+
+    @property
+    def routed_experts(self) -> np.ndarray | None:
+        """The experts of each token but the last, which no layer has seen: [tokens - 1, MoE layers,
+        top_k]. None if they are not wanted, or if it was ended with an error."""
+        if self.stored_experts is None or self.finish_reason == "abort":
+            return None
+        return self.stored_experts[: self.request.num_tokens - 1]
 
     @property
     def text(self) -> str:

@@ -30,7 +30,7 @@ The rules it keeps:
   so pages are taken for the maximum: later tokens use them if these do not.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -124,6 +124,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.admits = True
         """Whether waiting requests may begin."""
+        self.leaving: Callable[[Request], None] | None = None
+        """Called before a request that is preempted, or ends without an error, gives its pages
+        back."""
         self._running = RequestQueue()
         self._waiting = RequestQueue()
         self._last_arrival: int | None = None
@@ -249,6 +252,8 @@ class Scheduler:
         """End a request in any state. For one that has ended only the reason changes: a stop string
         in the last possible token is a stop, not a length."""
         if request.status is RequestStatus.RUNNING:
+            if reason != "abort":  # after a failed step nothing can be read
+                self._leave(request)
             self._vacate(request)
         elif request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
@@ -275,6 +280,7 @@ class Scheduler:
         """Take slot and pages from the last running request, which is computed again later: the
         youngest of those with the highest priority value."""
         request = self._running.last
+        self._leave(request)
         self._vacate(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
@@ -419,6 +425,10 @@ class Scheduler:
         for change in changes or ():
             self.writer.pages_changed(request, *change)
         return changes is not None
+
+    def _leave(self, request: Request) -> None:
+        if self.leaving is not None:
+            self.leaving(request)
 
     def _vacate(self, request: Request) -> None:
         self._running.remove(request)

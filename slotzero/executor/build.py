@@ -34,6 +34,7 @@ from slotzero.executor.limits import (
     unpack_if_faster,
 )
 from slotzero.executor.rank_group import RankGroup
+from slotzero.executor.routed_experts import RoutedExperts, routed_experts
 from slotzero.executor.step_watch import StepWatch
 from slotzero.executor.table_writer import TableWriter
 from slotzero.executor.worker import Worker
@@ -53,7 +54,7 @@ from slotzero.models.implementation import parse_model
 from slotzero.models.model import Model, ModelShape
 from slotzero.models.pooling import read_pooling
 from slotzero.models.rope import frequencies
-from slotzero.models.routing import Routing
+from slotzero.models.routing import CHOSEN_EXPERTS, Routing
 from slotzero.models.weight_store import WeightStore
 from slotzero.models.weight_update import WeightUpdater
 from slotzero.models.weights import DecoderWeights, Progress, load_weights, random_weights
@@ -104,6 +105,7 @@ class _Memory:
     kv: Mapping[str, PagedKv]
     states: States | None
     drafter: Drafter | None
+    routed: RoutedExperts | None
 
 
 class _Builder:
@@ -192,6 +194,7 @@ class _Builder:
             page_tables=page_tables,
             states=memory.states,
             drafter=memory.drafter,
+            routed_experts=memory.routed,
             tree=self._config.tree,
             passes=passes,
             decode=Runner(passes.decode_spec(decode_sizes), self._registry, graphs),
@@ -320,7 +323,12 @@ class _Builder:
         if loaded.drafter is not None:
             width = limits.max_width
             drafter = loaded.drafter.drafter(loaded.decoder, registry, tables, kv, width)
-        return _Memory(tables, kv, state_rows, drafter)
+        routed = None
+        if self._config.enable_return_routed_experts:
+            names = [page_table(group.name) for group in self._model.groups]
+            routed = routed_experts(self._model, registry, kv, names)
+            kv = {**kv, CHOSEN_EXPERTS: routed.kv}  # not the drafter's, which has experts too
+        return _Memory(tables, kv, state_rows, drafter, routed)
 
     def _updater(self, shapes: Sequence[GroupShape]) -> WeightUpdater | None:
         """Return what replaces weights. The scales of a drafter's KV stay: they have no influence

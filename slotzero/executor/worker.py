@@ -17,6 +17,7 @@ from slotzero.errors import CapacityError, ContractError, WeightUpdateError
 from slotzero.executor.limits import Limits
 from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.results import Results
+from slotzero.executor.routed_experts import RoutedExperts
 from slotzero.executor.step_message import Message, Orders, SentTensor, Timing, Update
 from slotzero.executor.step_watch import StepWatch, Work
 from slotzero.executor.table_writer import TableWriter
@@ -54,6 +55,8 @@ class Worker:
     page_tables: tuple[str, ...]  # by KV group
     states: States | None
     drafter: Drafter | None
+    routed_experts: RoutedExperts | None
+    """None: the setting is off."""
     tree: TreeShape | None
     passes: Passes
     decode: Runner

@@ -26,14 +26,14 @@ from slotzero.kernels.types_recurrent import RecurrentStep, Scan, States, Trail
 from slotzero.models.blocks.attention import Attention, AttentionInputs, KvGroup
 from slotzero.models.blocks.block import BlockContext
 from slotzero.models.blocks.mla import MlaAttention
-from slotzero.models.blocks.moe import MoeInputs
+from slotzero.models.blocks.moe import ChosenExperts, MoeInputs
 from slotzero.models.blocks.parallel import ParallelInputs, ParallelMixers
 from slotzero.models.blocks.recurrent import RecurrentBlock
 from slotzero.models.config import ModelConfig
 from slotzero.models.layer import LayerForward, LayerStep, MixerInputs
 from slotzero.models.model import NO_TAPS, DecoderBatch, Model
 from slotzero.models.rope import query_angles, speeds
-from slotzero.models.routing import Routing
+from slotzero.models.routing import CHOSEN_EXPERTS, Routing
 from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import DecoderWeights
 
@@ -80,6 +80,8 @@ class Decoder(Model):
         ranks: Ranks = ALONE,
     ) -> None:
         """Bind weights to kernels; `config` is the rank's part of the model (ModelConfig.shard)."""
+        moe_layers = (i for i, layer in enumerate(config.layers) if layer.moe is not None)
+        self._moe_index = {i: index for index, i in enumerate(moe_layers)}
         self._config = config
         self.vocabulary = Vocabulary(
             config.vocab_size, weights.embedding, weights.head, kernels, ranks
@@ -169,7 +171,7 @@ class Decoder(Model):
         groups = {
             group.name: self._group_step(group, batch, rope_tokens) for group in self.config.groups
         }
-        moe = self._expert_starts
+        chosen = self._chosen_experts(batch.tokens, memory.kv.get(CHOSEN_EXPERTS))
         for i, (layer, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
             if i in taps:
                 taps[i].copy_(residual)
@@ -177,13 +179,31 @@ class Decoder(Model):
                 residual,
                 normed,
                 self._mixer_inputs(i, batch, groups, memory),
-                None if moe is None else MoeInputs(batch.tokens.slots, moe),
+                self._moe_inputs(i, batch.tokens, chosen),
                 inputs[i],
             )
             residual, normed = pieces(layer.run, step, weights, self._next_norms[i])
         if len(self._layers) in taps:
             taps[len(self._layers)].copy_(self._kernels.apply_norm(normed))
         return normed
+
+    def _chosen_experts(self, tokens: Tokens, stored: PagedKv | None) -> ChosenExperts | None:
+        """Return where the experts of each token are stored, in all layers."""
+        if stored is None:
+            return None
+        page_size = stored.pages.shape[2]
+        pages = stored.page_table[tokens.slots, tokens.positions // page_size]
+        pages = pages * (tokens.slots != 0)  # the row of slot 0 may hold anything
+        return ChosenExperts(stored.pages, pages, tokens.positions % page_size)
+
+    def _moe_inputs(self, i: int, tokens: Tokens, chosen: ChosenExperts | None) -> MoeInputs | None:
+        """Return the inputs of layer `i`'s experts."""
+        if self._expert_starts is None:
+            return None
+        if chosen is not None:
+            index = self._moe_index.get(i)
+            chosen = None if index is None else chosen._replace(pages=chosen.pages[index])
+        return MoeInputs(tokens.slots, self._expert_starts, chosen)
 
     def _group_step(self, group: KvGroup, batch: DecoderBatch, rope_tokens: Tokens) -> GroupStep:
         kernels, frequency = self._kernels, self._frequencies[group.name]

@@ -13,6 +13,8 @@ from slotzero.graph import Registry
 from slotzero.models.config import ModelConfig
 
 EXPERT_STARTS = "expert_starts"
+CHOSEN_EXPERTS = "chosen_experts"
+"""Name, among the KV pages of a step, of those in which the target's experts are stored."""
 
 
 class Routing(NamedTuple):

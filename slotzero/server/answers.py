@@ -16,7 +16,7 @@ from typing import Any
 from slotzero.engine.output_text import OutputText
 from slotzero.errors import EngineDiedError
 from slotzero.sampling.params import SamplingParams
-from slotzero.server.messages import ABORTED, TokenDelta, TokenLogprobs
+from slotzero.server.messages import ABORTED, TokenDelta, TokenExperts, TokenLogprobs
 from slotzero.text.tokenizer import Tokenizer
 
 
@@ -88,6 +88,7 @@ class AnswerBuilder:
         self._starts: list[int] = []  # where the text of each token begins; never decreases
         self.num_cached = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self._experts: TokenExperts | None = None
         self.finish_reason: str | None = None
         self.weight_version = ""
         """The version of the weights that computed the newest token."""
@@ -99,6 +100,7 @@ class AnswerBuilder:
         if self.num_tokens == 0:
             self.num_cached = min(grown.num_cached, len(self.request.prompt))
             self.prompt_logprobs = grown.prompt_logprobs
+        self._experts = grown.routed_experts
         if not self.request.is_answered:
             self.finish_reason = "length"
             return TextDelta(self.request.index, "", [], self.finish_reason, 0)
@@ -113,6 +115,17 @@ class AnswerBuilder:
     @property
     def num_tokens(self) -> int:
         return self._text.num_tokens
+
+    @property
+    def routed_experts(self) -> TokenExperts | None:
+        """The experts of all tokens but the last one that is part of the answer. None if the engine
+        does not return them, or generated past a stop string when this was found."""
+        if self._experts is None:
+            return None
+        num_rows, num_layers, top_k = self._experts.shape
+        num_kept = len(self.request.prompt) + self.num_tokens - 1
+        data = self._experts.data[: 2 * num_kept * num_layers * top_k]
+        return TokenExperts((min(num_kept, num_rows), num_layers, top_k), data)
 
     @property
     def stop(self) -> str | None:

@@ -16,6 +16,7 @@ from slotzero.server.replies import (
     ChatReply,
     Delta,
     FunctionCall,
+    RoutedExperts,
     ToolCallReply,
     Usage,
     head,
@@ -93,6 +94,8 @@ class ChatWriter:
         for choice, answer in zip(choices, generation.answers, strict=True):
             if answer.weight_version:
                 choice.weight_version = answer.weight_version
+            if (experts := answer.routed_experts) is not None:
+                choice.routed_experts = RoutedExperts.of(experts)
         made = ChatReply(choices=choices, usage=self._counts(generation), **self._head)
         if self._shows_tokens:
             made.prompt_token_ids = self._prompt

@@ -8,7 +8,13 @@ from slotzero.server.generation_requests import answers_per_score
 from slotzero.server.logprobs import LogprobShapes, joined
 from slotzero.server.messages import TokenLogprobs
 from slotzero.server.protocol import CompletionRequest
-from slotzero.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply, head
+from slotzero.server.replies import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionReply,
+    RoutedExperts,
+    head,
+)
 from slotzero.server.stream_format import OPENAI, WireFormat
 from slotzero.server.usage import StreamUsage, usage
 from slotzero.text.tokenizer import Tokenizer
@@ -103,6 +109,8 @@ class CompletionWriter:
         if self._num_prompt_top is not None:
             prompt, scores = self._requests[index].prompt, self._scores(index, generation)
             made.prompt_logprobs = self._shapes.of_prompt(prompt, scores, self._num_prompt_top)
+        if (experts := generation.answers[index].routed_experts) is not None:
+            made.routed_experts = RoutedExperts.of(experts)
         return made
 
     def _logprobs(

@@ -133,6 +133,13 @@ class TokenLogprobs(Struct, array_like=True, frozen=True):
     top_values: list[float]
 
 
+class TokenExperts(Struct, array_like=True, frozen=True):
+    """The experts chosen for each token of prompt and answer but the last."""
+
+    shape: tuple[int, int, int]  # tokens - 1, MoE layers, top_k
+    data: bytes  # int16, little-endian
+
+
 class TokenDelta(Struct, array_like=True, frozen=True):
     """New tokens of one request in a step; the last delta has a finish_reason, or a Refused
     follows."""
@@ -151,6 +158,8 @@ class TokenDelta(Struct, array_like=True, frozen=True):
     tokens."""
     weight_version: str = ""
     """The version of the weights that computed the newest token."""
+    routed_experts: TokenExperts | None = None
+    """With the last token, if the engine returns them."""
 
 
 class Progress(Struct, tag="progress", array_like=True, frozen=True):

@@ -47,6 +47,7 @@ from slotzero.server.messages import (
     Stats,
     ToEngine,
     TokenDelta,
+    TokenExperts,
     TokenLogprobs,
     frame,
 )
@@ -266,6 +267,7 @@ class EngineLoop:
             [TokenLogprobs(p.chosen, p.top_ids, p.top_values) for p in scores],
             b"" if answer.vector is None else answer.vector.astype("<f4").tobytes(),
             answer.weight_version,
+            _experts_of(answer) if answer.finished else None,
         )
 
     def _lose_answers(self, error: Exception) -> None:
@@ -454,6 +456,14 @@ def _sampling_params(values: Mapping[str, Any]) -> "SamplingParams":
         return SamplingParams(**values, detokenize=False)
     except (TypeError, ValueError, AttributeError) as error:  # a value of an unexpected type
         raise RequestError(f"sampling parameters: {error}") from error
+
+
+def _experts_of(answer: "RequestHandle") -> TokenExperts | None:
+    experts = answer.routed_experts
+    if experts is None:
+        return None
+    tokens, layers, top_k = experts.shape
+    return TokenExperts((tokens, layers, top_k), experts.astype("<i2").tobytes())
 
 
 def _refused(request_id: str, error: Exception) -> Refused:

@@ -3,6 +3,7 @@
 The rule: a field that was not set is not sent, and one that was set to None is sent as null.
 """
 
+import base64
 import json
 import time
 import uuid
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
 from slotzero import __version__
+from slotzero.server.messages import TokenExperts
 
 
 class ReplyModel(BaseModel):
@@ -113,11 +115,25 @@ class TokenIds(ReplyModel):
     """The version of the weights that computed its last token."""
 
 
+class RoutedExperts(ReplyModel):
+    """vLLM's `routed_experts`, as base64."""
+
+    shape: list[int]
+    dtype: str
+    data: str
+
+    @classmethod
+    def of(cls, experts: TokenExperts) -> "RoutedExperts":
+        data = base64.b64encode(experts.data).decode()
+        return cls(shape=list(experts.shape), dtype="int16", data=data)
+
+
 class ChatChoice(TokenIds):
     index: int
     message: Delta
     logprobs: ChatLogprobs | None
     finish_reason: str
+    routed_experts: RoutedExperts | None = None
 
 
 class ChatChunkChoice(TokenIds):
@@ -133,6 +149,7 @@ class CompletionChoice(TokenIds):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     prompt_logprobs: PromptLogprobs | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 class Head(ReplyModel):

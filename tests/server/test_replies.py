@@ -1,5 +1,6 @@
 """Tests of replies: several answers to a request, stop strings, log probabilities."""
 
+import base64
 from typing import Any
 
 import pytest
@@ -250,6 +251,20 @@ def test_a_prompt_is_scored_once() -> None:
     streamed = FakeClient(["a", "b"])  # no answer waits for another
     stream(streamed, "/v1/completions", **asked | {"prompt": [72, 105]})
     assert [params["prompt_logprobs"] for _, _, params in streamed.submitted] == [1, 1]
+
+
+@pytest.mark.parametrize("send", [complete, chat])
+@pytest.mark.parametrize(("text", "num_kept"), [("abc", 4), ("a.bc", 2)])
+def test_chosen_experts_are_sent_as_base64(send: Any, text: str, num_kept: int) -> None:
+    """The last token is the end of the sequence, or that of a stop string."""
+    client = FakeClient(text, step=9, routes_experts=True)
+    asked: dict[str, Any] = {"stop": "."} if num_kept == 2 else {}
+    choice = send(client, **asked)["choices"][0]
+    num_rows = len(client.submitted[0][1]) + num_kept - 1
+    made = choice["routed_experts"]
+    assert (made["shape"], made["dtype"]) == ([num_rows, 1, 2], "int16")
+    assert base64.b64decode(made["data"]) == bytes(i % 256 for i in range(num_rows * 4))
+    assert "routed_experts" not in send(FakeClient(text))["choices"][0]
 
 
 def test_prompt_logprobs_in_the_shape_of_vllm() -> None:

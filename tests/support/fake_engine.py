@@ -17,7 +17,7 @@ from slotzero.errors import (
 )
 from slotzero.sampling.structured import structure_error
 from slotzero.server.app import make_app
-from slotzero.server.messages import Action, Loading, Stats, TokenDelta, TokenLogprobs
+from slotzero.server.messages import Action, Loading, Stats, TokenDelta, TokenExperts, TokenLogprobs
 from slotzero.server.settings import ServerSettings
 from slotzero.text.tokenizer import Tokenizer
 
@@ -76,9 +76,11 @@ class FakeClient:
         refusal: RequestRefusedError | None = None,
         ends_with_eos: bool = True,
         pace: float = 0.0,
+        routes_experts: bool = False,
     ) -> None:
         self.texts = [text] if isinstance(text, str) else text
         self.step, self.state, self.pace = step, state, pace
+        self.routes_experts = routes_experts
         self.hangs_at, self.dies_at = hangs_at, dies_at
         self.error, self.refusal, self.ends_with_eos = error, refusal, ends_with_eos
         self.settings: dict[str, Any] = {"model": "tiny:llama"}
@@ -147,6 +149,10 @@ class FakeClient:
         if (wanted := params.get("prompt_logprobs")) is not None:
             scores = [_logprobs(token, wanted) for token in prompt[1:]]
             grown[0] = msgspec.structs.replace(grown[0], prompt_logprobs=scores)
+        if self.routes_experts:
+            num_rows = len(prompt) + len(tokens[:limit]) - 1
+            experts = TokenExperts((num_rows, 1, 2), bytes(i % 256 for i in range(num_rows * 4)))
+            grown[-1] = msgspec.structs.replace(grown[-1], routed_experts=experts)
         return FakeStream(self, request_id, grown)
 
     def _grown(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from slotzero.distributed.ranks import Ranks
@@ -48,11 +49,28 @@ class MoeNames(NamedTuple):
 MOE_NAMES = MoeNames()
 
 
+class ChosenExperts(NamedTuple):
+    """Where a layer stores which experts it chooses for each token: beside the token's KV."""
+
+    pages: Tensor  # [pages, page_size, 1, top_k] int16
+    page: Tensor  # [T]
+    place: Tensor  # [T]: in the page
+
+    def store(self, experts: Tensor, slots: Tensor) -> None:
+        """Store experts [T, num_chosen], of which shared ones are last; tokens of slot 0 write
+        back what is there."""
+        stored = self.pages[self.page, self.place]
+        chosen = experts[:, None, : self.pages.shape[-1]].to(self.pages.dtype)
+        chosen = torch.where((slots != 0)[:, None, None], chosen, stored)
+        self.pages.index_put_((self.page, self.place), chosen)
+
+
 class MoeInputs(NamedTuple):
     """Inputs of the experts in a step."""
 
     slots: Tensor  # [T]
     starts: Tensor  # [experts + 1]
+    chosen: ChosenExperts | None = None  # None: they are not stored
 
 
 @dataclass(frozen=True)
@@ -162,7 +180,7 @@ class MoeMlp(Block):
         router_input: Normed | None = None,  # None: x
     ) -> Tensor:
         """Return the experts' result, [T, hidden], without adding it to the residual."""
-        kernels, ranks, (slots, starts) = context.kernels, context.ranks, inputs
+        kernels, ranks, (slots, starts, chosen) = context.kernels, context.ranks, inputs
         if ranks.expert_parallel:
             return run_expert_parallel(
                 ranks, kernels, x, router_input or x, slots, weights, self.experts, starts
@@ -174,5 +192,7 @@ class MoeMlp(Block):
                 ranks.gather(slots),
             )
         routed = kernels.route(x, slots, weights, self.experts, router_input)
+        if chosen is not None:
+            chosen.store(routed.experts, slots)
         routed = routed.scaled() if self.experts.scales_input else routed
         return sum_over(ranks, kernels.experts(routed, weights, self.experts, starts))
