@@ -286,8 +286,8 @@ class Engine:
 
     def give_back_memory(self, *, weights: bool) -> int:
         """Give the memory of the KV cache, and of the weights if wanted, back to the operating
-        system; return its bytes. Requests that have begun are computed again later; weights that
-        were given back must be replaced before the next step."""
+        system; return the bytes that were in use. Requests that have begun are computed again
+        later; weights that were given back must be replaced before the next step."""
         with self.lock, uninterrupted():
             self._stop_running("hold")
             self.reset_prefix_cache()

@@ -248,7 +248,8 @@ class Worker:
 
     def give_back_memory(self, *, weights: bool) -> int:
         """Give the memory of the KV cache, and of the weights that an update fills, back to the
-        operating system; return its bytes. Addresses stay valid, but what was stored is lost."""
+        operating system; return the bytes that were in use. Addresses stay valid, but what was
+        stored is lost."""
         if self.registry.device.type != "cpu" or self.ranks.is_distributed:
             raise InvalidInputError(
                 "memory is given back on a CPU with one rank only: on GPUs, end the server and "

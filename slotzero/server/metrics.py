@@ -40,18 +40,6 @@ class Metric(NamedTuple):
 METRICS = (
     Metric("slotzero_num_requests_running", "gauge", ("engine",), "Requests that hold a slot."),
     Metric(
-        "slotzero_engine_paused", "gauge", ("engine",),
-        "1 while an administrator has paused generation.",
-    ),
-    Metric(
-        "slotzero_engine_asleep", "gauge", ("engine",),
-        "1 from /sleep until everything was woken up.",
-    ),
-    Metric(
-        "slotzero_asleep_bytes", "gauge", ("engine",),
-        "Memory that /sleep gave back to the operating system.",
-    ),
-    Metric(
         "slotzero_num_requests_waiting", "gauge", ("engine",),
         "Requests that wait for a slot or KV pages.",
     ),
@@ -167,6 +155,18 @@ METRICS = (
     Metric(
         "slotzero_engine_restarts_total", "counter", ("engine",),
         "Restarts of the engine's process.",
+    ),
+    Metric(
+        "slotzero_engine_paused", "gauge", ("engine",),
+        "1 while an administrator has paused generation.",
+    ),
+    Metric(
+        "slotzero_engine_asleep", "gauge", ("engine",),
+        "1 from /sleep until everything was woken up.",
+    ),
+    Metric(
+        "slotzero_asleep_bytes", "gauge", ("engine",),
+        "Memory that /sleep gave back to the operating system.",
     ),
     Metric(
         "slotzero_http_refused_total", "counter", ("status",),

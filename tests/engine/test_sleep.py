@@ -79,6 +79,7 @@ def test_only_whole_pages_are_given_back() -> None:
     address = ctypes.addressof(view)
     assert give_back(address + 1, PAGE) == 0
     assert give_back(address + 1, 3 * PAGE) == 2 * PAGE
+    assert give_back(address + 1, 3 * PAGE) == 0, "they are not in memory any more"
     assert memory[:PAGE] == memory[3 * PAGE :] == b"x" * PAGE
     assert memory[PAGE : 3 * PAGE] == bytes(2 * PAGE)
     del view

@@ -479,7 +479,7 @@ def test_memory_over_the_names_of_sglang(tmp_path: Path) -> None:
 
 def test_many_updates_under_load_lose_no_request(tmp_path: Path) -> None:
     folders = [write_folder(tmp_path / f"{seed}", seed) for seed in (1, 2)]
-    num_updates = int(os.environ.get("SLOTZERO_TEST_UPDATES", "12"))
+    num_updates = 12
 
     async def run() -> None:
         memory: list[int] = []
