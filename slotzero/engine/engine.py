@@ -301,6 +301,17 @@ class Engine:
                 handle.weight_version = self.weight_version
             return self.weight_version
 
+    def give_back_memory(self, *, weights: bool) -> int:
+        """Give the memory of the KV cache, and of the weights if wanted, back to the operating
+        system; return the bytes that were in use. Requests that have begun are computed again
+        later; weights that were given back must be replaced before the next step."""
+        with self.lock, uninterrupted():
+            self._stop_running("hold")
+            self.reset_prefix_cache()
+            if weights and self.sanitizer is not None:
+                self.sanitizer.weights_will_change()
+            return self.worker.give_back_memory(weights=weights)
+
     def decode_plainly(self) -> None:
         """Stop verifying drafts and reusing prefixes, because one of them was wrong."""
         self.draft_widths.disable()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from slotzero.distributed.ranks import Ranks
-from slotzero.errors import CapacityError, ContractError, WeightUpdateError
+from slotzero.errors import CapacityError, ContractError, InvalidInputError, WeightUpdateError
 from slotzero.executor.limits import Limits
 from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.results import Results
@@ -37,6 +37,7 @@ from slotzero.runners.results import ResultRing
 from slotzero.speculative.drafter import MOST_PENDING, Drafter
 from slotzero.speculative.speculation import Cycle, SpeculativeRunners
 from slotzero.step import Step
+from slotzero.system.pages import give_back
 from slotzero.tree_shape import TreeShape
 
 
@@ -268,6 +269,25 @@ class Worker:
                     ranks.broadcast(tensor)
                 refill.give(name, tensor)
             refill.finish()
+
+    def give_back_memory(self, *, weights: bool) -> int:
+        """Give the memory of the KV cache, and of the weights that an update fills, back to the
+        operating system; return the bytes that were in use. Addresses stay valid, but what was
+        stored is lost."""
+        if self.registry.device.type != "cpu" or self.ranks.is_distributed:
+            raise InvalidInputError(
+                "memory is given back on a CPU with one rank only: on GPUs, end the server and "
+                "start it again instead"
+            )
+        tensors = [entry.tensor for entry in self.registry.entries() if entry.through]
+        if weights:
+            if self.updater is None:
+                raise InvalidInputError(
+                    "this model runs over the bridge to transformers, where weights cannot be "
+                    "given back: keep them (level 1)"
+                )
+            tensors += self.updater.tensors()
+        return sum(give_back(tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
 
     def _receive_weights(self, update: Update) -> None:
         assert self.updater is not None

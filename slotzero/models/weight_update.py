@@ -73,6 +73,12 @@ class WeightUpdater:
             raise WeightUpdateError(f"{error} (the old weights are kept)") from error
         return [*names, *sorted(scales)]
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that an update of all weights fills."""
+        for weights in self._sets:
+            if not weights.is_optional:
+                yield from weights.tensors.values()
+
     def begin(self, names: Collection[str]) -> "Refill":
         """Begin an update that was checked. From here on, an error leaves a mixture."""
         wanted, parts = set(names), list[_Unfilled]()

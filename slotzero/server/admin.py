@@ -6,7 +6,9 @@ gets the weights of the last update from its folder, or stays out if they came a
 """
 
 import asyncio
+from collections.abc import Collection
 from contextlib import suppress
+from typing import Literal
 
 from slotzero.errors import RequestError, SlotzeroError
 from slotzero.server.generation import Client
@@ -21,12 +23,16 @@ from slotzero.server.messages import (
     ResetPrefixCache,
     Resume,
     Running,
+    Sleep,
     UpdateWeights,
+    WakeUp,
 )
 
+Tag = Literal["weights", "kv_cache"]
+TAGS: tuple[Tag, ...] = "weights", "kv_cache"
 LOST = (
-    "its weights came as tensors or changed in part, and a new process would have older ones: "
-    "restart the server, and update its weights"
+    "its weights came as tensors, changed in part or sleep, and a new process would have older "
+    "ones: restart the server, and update its weights"
 )
 
 
@@ -37,6 +43,9 @@ class Admin:
         self._num_updates = 0
         self._folder: tuple[Action, ...] = ()  # restores the weights of a restarted engine
         self.is_paused = False
+        self.asleep: frozenset[Tag] = frozenset()
+        """What sleeps."""
+        self._sleep: Sleep | None = None
         self._has_staged = False  # whether tensors wait for the end of an update
         self._staged_version: str | None = None
         self.weight_version = "0"
@@ -75,6 +84,23 @@ class Admin:
     async def leave_group(self, name: str) -> None:
         async with self._lock:
             await self._client.perform(LeaveGroup(name))
+
+    async def sleep(self, level: Literal[1, 2], running: Running = "abort") -> None:
+        """Give back the memory of the KV cache, and at level 2 also of the weights."""
+        async with self._lock:
+            sleep = Sleep(level, running)
+            await self._client.perform(sleep)
+            self._sleep, self.asleep = sleep, frozenset(TAGS)
+            if level == 2:
+                self._folder = ()
+                self._client.lose_weights(LOST)
+            self._remember()
+
+    async def wake_up(self, tags: Collection[Tag] = TAGS) -> None:
+        async with self._lock:
+            await self._client.perform(WakeUp(list(tags)))
+            self.asleep -= set(tags)
+            self._remember()
 
     async def stage(self, action: Action, version: str | None = None) -> None:
         """Send tensors for the next update, which has this version. If they cannot be read, those
@@ -140,5 +166,8 @@ class Admin:
         self._remember()
 
     def _remember(self) -> None:
-        paused = (Pause("hold"),) if self.is_paused else ()
-        self._client.restore_by(*self._folder, *paused)
+        state: list[Action] = [Pause("hold")] if self.is_paused else []
+        if self._sleep is not None and self.asleep:
+            awake = [tag for tag in TAGS if tag not in self.asleep]
+            state += [self._sleep, WakeUp(awake)]
+        self._client.restore_by(*self._folder, *state)

@@ -29,9 +29,12 @@ from slotzero.server.messages import (
     Pause,
     ResetPrefixCache,
     Resume,
+    Running,
+    Sleep,
     StageBroadcast,
     StagePickled,
     UpdateWeights,
+    WakeUp,
 )
 
 if TYPE_CHECKING:
@@ -61,8 +64,17 @@ class EngineAdmin:
         self._groups: dict[str, UpdateGroup] = {}
         self._staged: dict[str, Tensor] = {}
         self.is_paused = False
+        self.asleep: set[str] = set()
+        """What sleeps: weights, kv_cache."""
+        self.bytes_given_back = 0
+        self._lacks_weights = False
         self.is_broken = False
         """Whether the weights may be a mixture of two models."""
+
+    @property
+    def lets_run(self) -> bool:
+        """Whether steps may run."""
+        return not (self.is_paused or self.asleep or self._lacks_weights)
 
     def take(self, request: AdminRequest) -> None:
         if isinstance(request.action, AbortAll):  # also ends the wait for running requests
@@ -86,9 +98,9 @@ class EngineAdmin:
         let them run, but no others."""
         if self._is_busy:
             return True
-        if not isinstance(action, Pause | UpdateWeights) or action.running != "finish":
+        if not isinstance(action, Pause | Sleep | UpdateWeights) or action.running != "finish":
             return False
-        if self.is_paused or not self._engine.schedulers.num_running:
+        if not self.lets_run or not self._engine.schedulers.num_running:
             return False
         self._engine.schedulers.let_in(False)
         return True
@@ -155,17 +167,36 @@ class EngineAdmin:
             case AbortAll():
                 self._abort()
             case CheckWeights(path, is_partial):
+                is_partial &= not self._lacks_weights
                 self._engine.check_weights(self._weights(path), is_partial)
             case UpdateWeights():
                 self._update(action)
             case StagePickled(data):
                 self._stage(tensors_of_pickle(data))
+            case Sleep(level, running):
+                self._sleep(level, running)
+            case WakeUp(tags):
+                self.asleep.difference_update(tags)
+                self.bytes_given_back *= bool(self.asleep)
             case LeaveGroup(group):
                 self._groups.pop(group, None)
             case DropStaged():
                 self._staged = {}
 
+    def _sleep(self, level: int, running: Running) -> None:
+        if self.asleep:
+            raise InvalidInputError(
+                f"{' and '.join(sorted(self.asleep))} sleep already: wake them up first"
+            )
+        if running == "abort":
+            self._abort()
+        self.bytes_given_back = self._engine.give_back_memory(weights=level == 2)
+        self.asleep = {"weights", "kv_cache"}
+        self._lacks_weights |= level == 2
+
     def _update(self, action: UpdateWeights) -> None:
+        if "weights" in self.asleep:
+            raise InvalidInputError("the weights sleep: wake them up first")
         running = action.running
         if running == "finish":
             if self._engine.schedulers.num_running:
@@ -177,10 +208,10 @@ class EngineAdmin:
         self._engine.update_weights(
             self._weights(action.path),
             running=running,
-            partial=action.is_partial,
+            partial=action.is_partial and not self._lacks_weights,
             version=action.version,
         )
-        self._staged = {}
+        self._staged, self._lacks_weights = {}, False
 
     def _weights(self, path: str | None) -> "Given | str":
         """Return the tensors that were staged, those of a .safetensors file, or a folder."""

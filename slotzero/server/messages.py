@@ -70,6 +70,19 @@ class StagePickled(Struct, tag="stage", array_like=True, frozen=True):
     data: bytes
 
 
+class Sleep(Struct, tag="sleep", array_like=True, frozen=True):
+    """Gives memory back: of the KV cache, and at level 2 also of the weights."""
+
+    level: Literal[1, 2]
+    running: Running
+
+
+class WakeUp(Struct, tag="wake", array_like=True, frozen=True):
+    """Takes memory again."""
+
+    tags: list[Literal["weights", "kv_cache"]]
+
+
 class JoinGroup(Struct, tag="join", array_like=True, frozen=True):
     """Joins a broadcast group, whose rank 0 is a trainer."""
 
@@ -111,6 +124,8 @@ Action = (
     | CheckWeights
     | UpdateWeights
     | StagePickled
+    | Sleep
+    | WakeUp
     | LeaveGroup
     | DropStaged
     | LongAction
@@ -220,6 +235,9 @@ class Stats(Struct, tag="stats", array_like=True, frozen=True):
     steps_watched: int
     violations: int
     speculation: SpeculationReport | None = None  # None: speculation is off
+    paused: int = 0  # 1: no steps run until an administrator resumes
+    asleep: int = 0  # 1: some memory was given back
+    bytes_given_back: int = 0
 
 
 class Loading(Struct, tag="loading", array_like=True, frozen=True):

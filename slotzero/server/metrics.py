@@ -157,6 +157,18 @@ METRICS = (
         "Restarts of the engine's process.",
     ),
     Metric(
+        "slotzero_engine_paused", "gauge", ("engine",),
+        "1 while an administrator has paused generation.",
+    ),
+    Metric(
+        "slotzero_engine_asleep", "gauge", ("engine",),
+        "1 from /sleep until everything was woken up.",
+    ),
+    Metric(
+        "slotzero_asleep_bytes", "gauge", ("engine",),
+        "Memory that /sleep gave back to the operating system.",
+    ),
+    Metric(
         "slotzero_http_refused_total", "counter", ("status",),
         "Refused requests by HTTP status.",
     ),
@@ -355,6 +367,9 @@ def _values(engine: Watched, totals: "_Totals") -> dict[str, Values]:
         "slotzero_kv_cache_usage_perc": {
             (): stats.pages_used / stats.pages if stats and stats.pages else 0
         },
+        "slotzero_engine_paused": {(): stats.paused if stats else 0},
+        "slotzero_engine_asleep": {(): stats.asleep if stats else 0},
+        "slotzero_asleep_bytes": {(): stats.bytes_given_back if stats else 0},
         "slotzero_kv_cache_tokens": _kv_tokens(info),
         "slotzero_recording_seconds": {(): info["recording_seconds"] if info else 0},
         "slotzero_certified": _by_name(certified(info, stats)),

@@ -166,7 +166,7 @@ class EngineLoop:
 
     @property
     def _can_step(self) -> bool:
-        return self._engine.has_work and not self._admin.is_paused
+        return self._engine.has_work and self._admin.lets_run
 
     @property
     def _report_due(self) -> float:
@@ -287,7 +287,15 @@ class EngineLoop:
                 self._outbox.put(_refused(request_id, error))
 
     def _report(self) -> None:
-        self._outbox.put(stats_of(self._engine, self._prompt_tokens, self._generated_tokens))
+        stats = stats_of(self._engine, self._prompt_tokens, self._generated_tokens)
+        self._outbox.put(
+            structs.replace(
+                stats,
+                paused=int(self._admin.is_paused),
+                asleep=int(bool(self._admin.asleep)),
+                bytes_given_back=self._admin.bytes_given_back,
+            )
+        )
         self._reported_at = time.monotonic()
         self._has_changed = False
 

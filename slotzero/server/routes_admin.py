@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Response
 from pydantic import Field
 
+from slotzero.server.admin import TAGS, Tag
 from slotzero.server.app_state import AppState
 from slotzero.server.chat_messages import RequestModel
 from slotzero.server.messages import Running
@@ -40,6 +41,10 @@ class Paused(ReplyModel):
     is_paused: bool
 
 
+class Sleeping(ReplyModel):
+    is_sleeping: bool
+
+
 class Status(ReplyModel):
     status: str
 
@@ -62,6 +67,25 @@ def admin_routes(state: AppState) -> APIRouter:
     @router.get("/is_paused", responses=responses(Paused), response_model=None)
     async def is_paused() -> Response:
         return told(Paused(is_paused=admin.is_paused))
+
+    @router.post("/sleep", responses=responses(Status), response_model=None)
+    async def sleep(
+        level: Annotated[int, Query(ge=1, le=2)] = 1,
+        mode: Annotated[PauseMode, Query()] = "abort",
+    ) -> Response:
+        """Give back the memory of the KV cache, and at level 2 also that of the weights, which must
+        then be replaced as a whole. New requests wait until everything is awake."""
+        await admin.sleep(2 if level == 2 else 1, _RUNNING[mode])
+        return told(Status(status="sleeping"))
+
+    @router.post("/wake_up", responses=responses(Status), response_model=None)
+    async def wake_up(tags: Annotated[list[Tag], Query()] = list(TAGS)) -> Response:  # noqa: B006
+        await admin.wake_up(tags)
+        return told(Status(status="sleeping" if admin.asleep else "awake"))
+
+    @router.get("/is_sleeping", responses=responses(Sleeping), response_model=None)
+    async def is_sleeping() -> Response:
+        return told(Sleeping(is_sleeping=bool(admin.asleep)))
 
     @router.post("/reset_prefix_cache", responses=responses(Empty), response_model=None)
     async def reset_prefix_cache() -> Response:

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from starlette.responses import PlainTextResponse
 
 from slotzero.errors import RequestError
+from slotzero.server.admin import TAGS
 from slotzero.server.app_state import AppState
 from slotzero.server.chat_messages import RequestModel
 from slotzero.server.generation_requests import about
@@ -98,6 +99,10 @@ class InitGroup(RequestModel):
 
 class DestroyGroup(RequestModel):
     group_name: GroupName = GROUP
+
+
+class Memory(RequestModel):
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
 
 
 class AbortRequest(RequestModel):
@@ -184,6 +189,20 @@ def sglang_admin_routes(state: AppState, running: RunningRequests) -> APIRouter:
         await admin.update_staged()
         await admin.reset_prefix_cache()
         return PlainTextResponse("Cache flushed.\n")
+
+    @router.post("/release_memory_occupation", responses=shapes, response_model=None)
+    async def release_memory_occupation(body: Memory | None = None) -> Response:
+        """Give back the memory of the KV cache and, unless `tags` leaves them out, of the weights.
+        Requests that have begun go on later."""
+        tags = None if body is None else body.tags
+        await admin.sleep(2 if tags is None or "weights" in tags else 1, "hold")
+        return told(Success(success=True, message="memory was given back"))
+
+    @router.post("/resume_memory_occupation", responses=shapes, response_model=None)
+    async def resume_memory_occupation(body: Memory | None = None) -> Response:
+        tags = TAGS if body is None or body.tags is None else body.tags
+        await admin.wake_up([tag for tag in TAGS if tag in tags])
+        return told(Success(success=True, message="memory is taken again"))
 
     @router.post("/update_weights_from_disk", responses=shapes, response_model=None)
     async def update_weights_from_disk(body: FromDisk) -> Response:

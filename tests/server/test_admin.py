@@ -391,9 +391,95 @@ def test_held_requests_cannot_finish_during_a_pause(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_memory_is_given_back_and_taken_again(level: int, tmp_path: Path) -> None:
+    """Requests go on afterwards; at level 2 with the weights that were loaded."""
+    folder, num = write_folder(tmp_path / "a", 1), 60
+
+    async def run() -> None:
+        async with stack() as served:
+            alone = [(await served.complete([*PROMPT, i], num))["token_ids"] for i in range(2)]
+            asks = await in_flight(served, 2, num)
+            made = await served.post(f"/sleep?level={level}&mode=keep")
+            assert made == {"status": "sleeping"}
+            assert await served.get("/is_sleeping") == {"is_sleeping": True}
+            again = await served.post("/sleep", None, 400)
+            assert "sleep already" in again["error"]["message"]
+            made = await served.post("/load_weights", {"path": folder}, 400)
+            assert "the weights sleep" in made["error"]["message"]
+            engine = served.engines[0].engine
+            asks.append(asyncio.create_task(served.complete([*PROMPT, 2], num)))
+            await served.until(lambda: engine.schedulers.num_waiting == 3)
+            made = await served.post("/wake_up?tags=weights")
+            assert made == {"status": "sleeping"}
+            if level == 2:
+                part = tmp_path / "part.safetensors"
+                save_file({"model.norm.weight": tensors_of(1)["model.norm.weight"]}, part)
+                made = await served.post("/load_weights", {"path": f"{part}"}, 400)
+                assert "is missing" in made["error"]["message"], "all weights are needed"
+                await served.post("/load_weights", {"path": folder})
+            steps = engine.num_steps
+            assert await served.post("/wake_up?tags=kv_cache") == {"status": "awake"}
+            choices = await asyncio.gather(*asks)
+            assert engine.num_steps > steps
+            assert {choice["weight_version"] for choice in choices} == {f"{level - 1}"}
+            if level == 1:
+                assert [choice["token_ids"] for choice in choices[:2]] == alone
+            answer = await served.complete(PROMPT)
+            if level == 2:
+                assert answer["token_ids"] == fresh_tokens(folder, PROMPT, 8)
+            engine.check()
+            assert not await is_listed(served, "slotzero_engine_asleep")
+
+    asyncio.run(run())
+
+
+async def is_listed(served: Stack, name: str) -> bool:
+    """Return whether a metric is above 0."""
+    text = (await served.http.get("/metrics")).text
+    (value,) = [line.split()[-1] for line in text.splitlines() if line.startswith(f"{name}{{")]
+    return float(value) > 0
+
+
+def test_sleep_is_reported() -> None:
+    async def run() -> None:
+        async with stack() as served:
+            await served.complete(PROMPT)
+            names = ("slotzero_engine_asleep", "slotzero_asleep_bytes", "slotzero_engine_paused")
+            for name in names:
+                assert not await is_listed(served, name)
+            await served.post("/pause")
+            await served.post("/sleep?level=2")
+            stats = served.fleet.replicas[0]
+            await served.until(lambda: stats.stats is not None and stats.stats.asleep)
+            for name in names:
+                assert await is_listed(served, name)
+
+    asyncio.run(run())
+
+
+def test_memory_over_the_names_of_sglang(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "a", 1)
+
+    async def run() -> None:
+        async with stack() as served:
+            asks = await in_flight(served, 1, 60)
+            await served.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+            await served.post("/resume_memory_occupation", {"tags": ["kv_cache", "weights"]})
+            assert len((await asks[0])["token_ids"]) == 60
+            await served.post("/release_memory_occupation", {})
+            await served.post("/resume_memory_occupation", {"tags": ["weights"]})
+            await served.post("/update_weights_from_disk", {"model_path": folder})
+            await served.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+            answer = await served.complete(PROMPT)
+            assert answer["token_ids"] == fresh_tokens(folder, PROMPT, 8)
+
+    asyncio.run(run())
+
+
 def test_many_updates_under_load_lose_no_request(tmp_path: Path) -> None:
     folders = [write_folder(tmp_path / f"{seed}", seed) for seed in (1, 2)]
-    num_updates = int(os.environ.get("SLOTZERO_TEST_UPDATES", "12"))
+    num_updates = 12
 
     async def run() -> None:
         memory: list[int] = []
