@@ -16,7 +16,7 @@ from slotzero.server.replies import (
     ChatReply,
     Delta,
     FunctionCall,
-    RoutedExperts,
+    EncodedExperts,
     ToolCallReply,
     Usage,
     head,
@@ -95,7 +95,7 @@ class ChatWriter:
             if answer.weight_version:
                 choice.weight_version = answer.weight_version
             if (experts := answer.routed_experts) is not None:
-                choice.routed_experts = RoutedExperts.of(experts)
+                choice.routed_experts = EncodedExperts.of(experts)
         made = ChatReply(choices=choices, usage=self._counts(generation), **self._head)
         if self._shows_tokens:
             made.prompt_token_ids = self._prompt

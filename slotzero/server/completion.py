@@ -12,7 +12,7 @@ from slotzero.server.replies import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,
-    RoutedExperts,
+    EncodedExperts,
     head,
 )
 from slotzero.server.stream_format import OPENAI, WireFormat
@@ -110,7 +110,7 @@ class CompletionWriter:
             prompt, scores = self._requests[index].prompt, self._scores(index, generation)
             made.prompt_logprobs = self._shapes.of_prompt(prompt, scores, self._num_prompt_top)
         if (experts := generation.answers[index].routed_experts) is not None:
-            made.routed_experts = RoutedExperts.of(experts)
+            made.routed_experts = EncodedExperts.of(experts)
         return made
 
     def _logprobs(

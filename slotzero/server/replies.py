@@ -115,7 +115,7 @@ class TokenIds(ReplyModel):
     """The version of the weights that computed its last token."""
 
 
-class RoutedExperts(ReplyModel):
+class EncodedExperts(ReplyModel):
     """vLLM's `routed_experts`, as base64."""
 
     shape: list[int]
@@ -123,7 +123,7 @@ class RoutedExperts(ReplyModel):
     data: str
 
     @classmethod
-    def of(cls, experts: TokenExperts) -> "RoutedExperts":
+    def of(cls, experts: TokenExperts) -> "EncodedExperts":
         data = base64.b64encode(experts.data).decode()
         return cls(shape=list(experts.shape), dtype="int16", data=data)
 
@@ -133,7 +133,7 @@ class ChatChoice(TokenIds):
     message: Delta
     logprobs: ChatLogprobs | None
     finish_reason: str
-    routed_experts: RoutedExperts | None = None
+    routed_experts: EncodedExperts | None = None
 
 
 class ChatChunkChoice(TokenIds):
@@ -149,7 +149,7 @@ class CompletionChoice(TokenIds):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     prompt_logprobs: PromptLogprobs | None = None
-    routed_experts: RoutedExperts | None = None
+    routed_experts: EncodedExperts | None = None
 
 
 class Head(ReplyModel):
