@@ -85,7 +85,7 @@ static inline float lane_sum(Vec v) {
   return sum;
 }
 
-// The largest lane. The order of comparisons depends on the instruction set: lanes must be numbers.
+// The largest lane; any number or NaN if a lane is NaN.
 static inline float lane_max(Vec v) {
 #if !defined(SLOTZERO_PLAIN) && defined(__AVX512F__)
   return _mm512_reduce_max_ps(v);

@@ -26,8 +26,12 @@ static inline void store_tail(float* y, int64_t count, Vec v) {
 // e^x within 2 units in the last place; 0 and infinity beyond the range of a float, NaN for NaN.
 static inline Vec exp_of(Vec x) {
   const Vec round = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+#if !defined(SLOTZERO_PLAIN) && defined(__AVX512F__)
+  const Vec clamped = _mm512_min_ps(all(89.0f), _mm512_max_ps(all(-104.0f), x));  // NaN stays NaN
+#else
   Vec clamped = x < -104.0f ? all(-104.0f) : x;
   clamped = clamped > 89.0f ? all(89.0f) : clamped;
+#endif
   const Vec power = fused(clamped, all(1.44269504f), round) - round;
   Vec r = fused(power, all(-0.693359375f), clamped);  // minus power * log 2, in two parts
   r = fused(power, all(2.12194440e-4f), r);
@@ -37,9 +41,13 @@ static inline Vec exp_of(Vec x) {
   p = fused(p, r, all(1.6666665459e-1f));
   p = fused(p, r, all(5.0000001201e-1f));
   p = fused(p * r, r, r) + 1.0f;
+#if !defined(SLOTZERO_PLAIN) && defined(__AVX512F__)
+  return _mm512_scalef_ps(p, power);
+#else
   const Ints exponent = __builtin_convertvector(power, Ints);
   const Ints half = exponent >> 1;  // 2^exponent in two factors: neither leaves the range
   return p * (Vec)((half + 127) << 23) * (Vec)((exponent - half + 127) << 23);
+#endif
 }
 
 static inline Vec sigmoid_of(Vec x) { return 1.0f / (1.0f + exp_of(-x)); }
