@@ -115,7 +115,7 @@ def test_a_watched_engine_gives_the_same_answers(
 def test_sample_watches_every_nth_step_of_each_runner() -> None:
     engine = engine_of("llama", "wide", backend="eager", sanitize="sample", sanitize_every=7)
     rng = random.Random(5)
-    for _ in range(8):
+    for _ in range(20):
         send(engine, draw_batch(rng, 128))
     assert engine.sanitizer is not None
     by_runner = [sum(runner.counts.eager.values()) for runner in engine.worker.runners]

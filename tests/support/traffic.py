@@ -15,7 +15,7 @@ from slotzero.engine.engine import Engine
 from slotzero.engine.request_handle import RequestHandle
 from slotzero.executor.limits import group_shapes
 from slotzero.models.families.family import parse_config
-from slotzero.sampling.params import SamplingParams
+from slotzero.sampling.params import POOLED, SamplingParams
 
 TEXT = 256  # the token ids below this are bytes, in a tiny model
 # "tight" runs out of pages; "wide" has long prompts and padded rows.
@@ -71,7 +71,8 @@ def draw_batch(rng: random.Random, max_model_len: int) -> list[Visit]:
 
 
 def draw_visit(rng: random.Random, max_model_len: int) -> Visit:
-    """Draw a request; two in three share a prefix, so that the prefix cache finds it."""
+    """Draw a request; two in three share a prefix, so that the prefix cache finds it. Of one prompt
+    in five a vector is wanted."""
     text = rng.randint(0, 2)
     shared = [(7 * i + text) % TEXT for i in range(rng.choice([0, 16, 33]))]
     room = max_model_len - len(shared) - 1
@@ -94,6 +95,8 @@ def draw_visit(rng: random.Random, max_model_len: int) -> Visit:
         prompt_logprobs=None if len(prompt) % 4 else 2,
     )
     patience = rng.randint(0, 10) if rng.random() < 0.15 else None
+    if len(prompt) % 5 == 2:
+        params = POOLED
     return Visit(rng.choice([0, 0, 0, 1, 2, 5]), prompt, params, patience)
 
 
