@@ -14,11 +14,13 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
-from traffic import SHAPES, draw_batch, engine_of, send
+from traffic import SHAPES, draw_batch, engine_of, send, settings_of
 
 from slotzero.checkpoint.tiny import tiny_configs
+from slotzero.models.families.family import parse_config
 
 BACKENDS = ("cpu", "eager")
+STATE_BYTES = 4 << 20  # for the recurrent states of a tiny model, and snapshots of them
 
 
 def main() -> None:
@@ -41,7 +43,11 @@ def main() -> None:
 
 def run(kind: tuple[str, str, str], num_batches: int, rng: random.Random) -> dict[str, int]:
     family, backend, shape = kind
-    engine = engine_of(family, shape, backend=backend, sanitize="full", sanitize_action="raise")
+    settings = settings_of(family, shape)
+    if parse_config(tiny_configs()[family]).recurrent is not None:
+        settings["kv_cache_memory"] += STATE_BYTES
+    settings |= {"backend": backend, "sanitize": "full", "sanitize_action": "raise"}
+    engine = engine_of(family, shape, **settings)
     assert engine.sanitizer is not None
     answers = []
     for _ in range(num_batches):
