@@ -33,7 +33,7 @@ from slotzero.quantization.quantization import Quantization
 
 pytestmark = pytest.mark.slow
 
-FEW = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+FEW = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)  # a few steps of decode
 SETTINGS: dict[str, Any] = {"backend": "eager", "max_num_seqs": 2, "max_num_batched_tokens": 16}
 INT4 = WeightFormat("uint4", 32, 8, scale_dtype=torch.float16)
 Convert = Callable[[str, Tensor], dict[str, Tensor]]

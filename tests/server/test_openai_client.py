@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from served import ADD, HEADERS, HELLO, KEY, PATIENCE, Server, children, tiny_server, wait_until
 
 from slotzero import LLM, SamplingParams
+from slotzero.cli.main import main
 
 pytestmark = pytest.mark.slow
 
@@ -536,8 +537,6 @@ def test_ctrl_c_ends_a_loading_server(tmp_path: Path) -> None:
     [
         (["no-such-model"], 3, "no-such-model"),
         (["tiny:llama", "--kv-cache-memory", "1K"], 4, "--kv-cache-memory"),
-        (["tiny:llama", "--page-size", "3"], 2, "page_size"),
-        (["tiny:llama", "--grace", "-1"], 2, "grace"),
     ],
 )
 def test_a_server_that_cannot_start_ends_with_one_line(
@@ -550,3 +549,13 @@ def test_a_server_that_cannot_start_ends_with_one_line(
     assert len(lines) == 1
     assert names in lines[0]
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("setting", ["--page-size 3", "--grace -1"])
+def test_a_wrong_setting_is_one_line(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No process starts for it."""
+    assert main(["serve", "tiny:llama", *setting.split(), "--port", "0"]) == 2
+    errors = capsys.readouterr().err
+    name = setting.split()[0].removeprefix("--").replace("-", "_")
+    assert errors.startswith("slotzero: error: ") and name in errors
+    assert errors.count("\n") == 1
