@@ -357,6 +357,13 @@ def test_mtp_layers_pass(run: Run, monkeypatch: pytest.MonkeyPatch, num_layers: 
     assert {f"draft-{max(2, num_layers) + 1}", "draft-extend-16"} <= {*report["runners"]}
 
 
+def test_stored_experts_pass(run: Run) -> None:
+    """Their pages are those of the KV, and slot 0 writes to none, whatever its page table holds."""
+    routed = "--enable-return-routed-experts", "--speculative", "ngram"
+    code, out, _ = run(*small("qwen3-moe"), *routed, "--quick")
+    assert (code, "FAIL" in out) == (0, False)
+
+
 def test_an_mtp_layer_that_overwrites_the_previous_one_is_named(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

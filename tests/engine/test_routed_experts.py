@@ -22,7 +22,11 @@ Oracles = Callable[[str], Oracle]
 
 
 def start(model: str, **settings: Any) -> Engine:
-    return make(model=model, enable_return_routed_experts=True, max_num_seqs=6, **settings)
+    settings |= {"enable_return_routed_experts": True, "max_num_seqs": 6}
+    if "sanitize" not in settings:
+        return make(model=model, **settings)
+    settings |= {"backend": "eager", "show_progress": False, "skip_tokenizer_init": True}
+    return LLM(model, **settings).engine
 
 
 def run(engine: Engine, prompts: Sequence[list[int]], **more: Any) -> list[RequestHandle]:
@@ -58,6 +62,7 @@ def prompts_of(oracle: Oracle) -> list[list[int]]:
         {"max_num_batched_tokens": 16},  # prompts in chunks
         {"backend": "cpu", "lazy_recording": True},
         {"speculative": "ngram"},
+        {"sanitize": "full"},
     ],
     ids=str,
 )
@@ -72,6 +77,7 @@ def test_experts_are_those_of_transformers(
         for handle in handles:
             check(handle, oracle)
     assert handles[-1].request.num_found > 0
+    assert engine.sanitizer is None or engine.sanitizer.violations == 0
 
 
 def test_a_preempted_request_has_all_experts(oracles: Oracles, overlaps: bool) -> None:
@@ -95,6 +101,18 @@ def test_pages_are_read_before_another_request_has_them(oracles: Oracles, overla
     prompts = [prompts_of(oracle)[i % 4] for i in range(24)]  # one after another in six slots
     for handle in run(engine, prompts):
         check(handle, oracle)
+
+
+def test_a_drafter_with_experts_stores_none() -> None:
+    """MTP layers have experts of their own."""
+    prompts = [prompt_of(length) for length in LENGTHS]
+    plain, drafting = (
+        run(start("tiny:deepseek-v3", **more), prompts) for more in ({}, {"speculative": "mtp"})
+    )
+    for left, right in zip(plain, drafting, strict=True):
+        assert left.token_ids == right.token_ids
+        assert left.routed_experts is not None and right.routed_experts is not None
+        assert np.array_equal(np.sort(left.routed_experts), np.sort(right.routed_experts))
 
 
 def test_offline() -> None:
