@@ -111,7 +111,10 @@ class GateMiddleware:
         is_admin = scope["path"] in self._admin_paths
         keys = self._admin_keys if is_admin else self._keys
         if not keys:
-            if is_admin and "origin" in headers:  # a page in a browser on this machine
+            # a page in a browser on this machine; images of a page have no origin
+            if is_admin and (
+                "origin" in headers or headers.get("sec-fetch-site", "none") != "none"
+            ):
                 return "web pages cannot use this route without --admin-api-key"
             return None
         key = _key(headers)

@@ -182,7 +182,7 @@ def sglang_admin_routes(state: AppState, running: RunningRequests) -> APIRouter:
             running.abort(body.rid)
         return told(Success(success=True, message=""))
 
-    @router.get("/flush_cache", response_class=PlainTextResponse)
+    @router.get("/flush_cache", response_class=PlainTextResponse, include_in_schema=False)
     @router.post("/flush_cache", response_class=PlainTextResponse)
     async def flush_cache() -> Response:
         """Forget all cached prefixes, also while requests run."""

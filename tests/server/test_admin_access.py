@@ -23,6 +23,14 @@ def test_the_routes_are_off_by_default() -> None:
         assert message == f"{path} is off: start the server with --enable-admin"
 
 
+def test_the_routes_are_documented_where_they_are_on() -> None:
+    for is_on in (True, False):
+        paths = ask(FakeClient(), "/openapi.json", enable_admin=is_on).json()["paths"]
+        assert "/generate" in paths
+        for path in ("/load_weights", "/flush_cache", "/finish_weight_update", "/sleep"):
+            assert (path in paths) == is_on
+
+
 def test_actions_reach_the_engines() -> None:
     client = FakeClient()
     assert ask(client, "/reset_prefix_cache", method="POST", **ON).json() == {}
@@ -44,6 +52,8 @@ def test_actions_reach_the_engines() -> None:
     [
         ({}, {}, 200),
         ({}, {"Origin": "https://a.example"}, 401),
+        ({}, {"Sec-Fetch-Site": "cross-site"}, 401),
+        ({}, {"Sec-Fetch-Site": "none"}, 200),
         ({"api_key": ["a"]}, {}, 401),
         ({"api_key": ["a"]}, bearer("a"), 200),
         ({"admin_api_key": ["b"]}, {}, 401),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from slotzero.server import client as client_module
 from slotzero.server import process
 from slotzero.server.messages import (
     Add,
+    AdminReply,
     AdminRequest,
     Cancel,
     Failed,
@@ -37,6 +39,7 @@ from slotzero.server.messages import (
     ResetPrefixCache,
     Stats,
     ToEngine,
+    UpdateWeights,
 )
 from slotzero.server.share import WHOLE
 
@@ -120,6 +123,20 @@ def test_prefixes_are_forgotten_on_request(make_desk: MakeDesk) -> None:
     assert num_cached("b") > 0
     assert num_cached("c", AdminRequest("1", ResetPrefixCache())) == 0
     desk.engine.check()
+
+
+def test_an_update_that_may_have_left_a_mixture_ends_the_engine(
+    make_desk: MakeDesk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = make_desk()
+
+    def half(*_: Any, **__: Any) -> str:
+        raise RuntimeError("the device")
+
+    monkeypatch.setattr(desk.engine, "update_weights", half)
+    desk.inbox.put(AdminRequest("1", UpdateWeights(f"{tmp_path}", False, "hold", "1")))
+    assert desk.loop.run() == 1
+    assert kinds(desk.read(), AdminReply) == [AdminReply("1", "RuntimeError", "the device")]
 
 
 def test_requests_with_another_salt_share_no_prefix(make_desk: MakeDesk) -> None:
