@@ -76,6 +76,7 @@ def assert_equal_weights(engine: Engine, wanted: Engine) -> None:
         assert torch.equal(tensor.view(torch.uint8), right[name].view(torch.uint8)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", tiny_names())
 def test_every_family_takes_new_weights(model: str, fresh: Callable[..., Engine]) -> None:
     engine, wanted = (start(model=model, lazy_recording=True) for start in (make, fresh))
@@ -85,6 +86,7 @@ def test_every_family_takes_new_weights(model: str, fresh: Callable[..., Engine]
     assert_equal_weights(engine, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -342,6 +344,7 @@ def test_packed_gguf_weights_are_refused(tmp_path: Path) -> None:
         engine.update_weights({})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

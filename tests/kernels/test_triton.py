@@ -22,10 +22,9 @@ pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parent / "triton"
 GROUPS = (
     ("linear", "latent", "recurrent", "float8_kv"),
-    ("verify", "decode", "prefill", "far_pages", "fixed"),
-    ("quantized", "fragments", "model", "sample", "speculation", "experts", "kernels", "trees",
-     "tune"),
-)  # fmt: skip
+    ("verify", "decode", "prefill", "far_pages", "fixed", "sample"),
+    ("quantized", "fragments", "model", "speculation", "experts", "kernels", "trees", "tune"),
+)
 """Tests that share a process, because starting one takes seconds; all groups take equally long."""
 KINDS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
