@@ -40,6 +40,7 @@ def make_report(
         "padding_waste": {
             runner: _share(c.padded_tokens, c.real_tokens + c.padded_tokens)
             for runner, c in counts.items()
+            if c.real_tokens
         },
         "replays": sum(c.replays for c in counts.values()),
         "eager_fallbacks": dict(sum((c.eager for c in counts.values()), Counter[str]())),

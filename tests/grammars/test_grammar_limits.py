@@ -405,9 +405,17 @@ def test_a_grammar_that_waits_too_long_for_others_is_refused() -> None:
 
 @contextlib.contextmanager
 def no_more_files(pid: int) -> Iterator[None]:
-    """Limit a process so that it can open no further file."""
+    """Limit a process so that it can open no further file, until it closes one.
+
+    The limit is on numbers of files. So in this process unused numbers below others are taken
+    first: with one of them as the limit, closing a file with a higher number would not help.
+    """
     fds = Path(f"/proc/{pid}/fd")
     taken = {int(fd) for fd in os.listdir(fds) if os.path.lexists(fds / fd)}
+    fillers = []
+    while pid == os.getpid() and len(taken) <= max(taken):
+        fillers.append(os.open(os.devnull, os.O_RDONLY))
+        taken.add(fillers[-1])
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     lowest_free = next(fd for fd in itertools.count() if fd not in taken)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, before[1]))
@@ -415,6 +423,8 @@ def no_more_files(pid: int) -> Iterator[None]:
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        for fd in fillers:
+            os.close(fd)
 
 
 @pytest.mark.parametrize("whose", ["the engine's", "the fork server's"])

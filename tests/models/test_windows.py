@@ -97,7 +97,7 @@ def test_a_running_request_keeps_no_page_before_its_window():
     engine.add("a", list(range(1, 200)), SamplingParams(max_tokens=100, ignore_eos=True))
     for _ in range(60):
         engine.step()
-    (request,) = engine.schedulers[0]._running.values()
+    (request,) = engine.schedulers[0]._running
     full, sliding = request.pages
     first = (request.num_computed - 24 - 16) // 16  # a window of 24, and pages of 16
     assert all(full) and not any(sliding[:first]) and all(sliding[first + 2 :])

@@ -31,13 +31,18 @@ pytestmark = pytest.mark.slow
 
 WORDS = f"tiny:llama --backend eager --executor ray --max-num-seqs {NUM_SLOTS}"
 ROOM = {"num_cpus": 1, "object_store_memory": 80 << 20}  # for one rank
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # or engines wait until other tests leave them a processor
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in QUIET.items():
+        for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         made = Cluster()
         try:
