@@ -306,6 +306,7 @@ class Engine:
         system; return the bytes that were in use. Requests that have begun are computed again
         later; weights that were given back must be replaced before the next step."""
         with self.lock, uninterrupted():
+            self.worker.check_giving_back(weights=weights)
             self._stop_running("hold")
             self.reset_prefix_cache()
             if weights and self.sanitizer is not None:

@@ -188,6 +188,7 @@ class EngineAdmin:
             raise InvalidInputError(
                 f"{' and '.join(sorted(self.asleep))} sleep already: wake them up first"
             )
+        self._engine.worker.check_giving_back(weights=level == 2)
         if running == "abort":
             self._abort()
         self.bytes_given_back = self._engine.give_back_memory(weights=level == 2)

@@ -37,6 +37,7 @@ from slotzero.server.messages import (
     Progress,
     Refused,
     ResetPrefixCache,
+    Sleep,
     Stats,
     ToEngine,
     UpdateWeights,
@@ -137,6 +138,20 @@ def test_an_update_that_may_have_left_a_mixture_ends_the_engine(
     desk.inbox.put(AdminRequest("1", UpdateWeights(f"{tmp_path}", False, "hold", "1")))
     assert desk.loop.run() == 1
     assert kinds(desk.read(), AdminReply) == [AdminReply("1", "RuntimeError", "the device")]
+
+
+def test_a_sleep_that_is_refused_ends_no_request(make_desk: MakeDesk) -> None:
+    desk = make_desk()
+    desk.turn(Add("a", prompt_of(5), greedy(8)))
+    desk.engine.worker.updater = None  # as for a model over the bridge
+    (reply,) = kinds(desk.turn(AdminRequest("1", Sleep(2, "abort"))), AdminReply)
+    assert (reply.error, reply.message[:32]) == (
+        "InvalidInputError",
+        "this model runs over the bridge ",
+    )
+    assert desk.loop._handles["a"].request.num_preemptions == 0
+    grown = [one for message in kinds(desk.finish(), Progress) for one in message.grown]
+    assert grown[-1].finish_reason == "length"
 
 
 def test_requests_with_another_salt_share_no_prefix(make_desk: MakeDesk) -> None:
