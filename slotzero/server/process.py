@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -223,6 +223,10 @@ class EngineLoop:
         deltas = [self._delta(answer) for answer in answers]
         if new := [delta for delta in deltas if delta.token_ids or delta.finish_reason]:
             self._outbox.put(Progress(new))
+        self._refuse(answers)
+
+    def _refuse(self, answers: Iterable["RequestHandle"]) -> None:
+        """Report which of these requests their grammar has ended."""
         for answer in answers:
             if answer.refusal is not None:
                 if answer.token_ids:  # else it was refused before it began
@@ -242,6 +246,7 @@ class EngineLoop:
                 deltas[i] = structs.replace(delta, stop_reason=ABORTED)
         if deltas:
             self._outbox.put(Progress(deltas))
+        self._refuse(ended)
 
     def _delta(self, answer: "RequestHandle") -> TokenDelta:
         request = answer.request

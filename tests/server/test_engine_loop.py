@@ -21,6 +21,7 @@ from slotzero.engine.engine import Engine
 from slotzero.errors import (
     CapacityError,
     ConfigError,
+    RequestError,
 )
 from slotzero.executor.results import Results
 from slotzero.grammars.grammar import Grammar
@@ -152,6 +153,29 @@ def test_a_sleep_that_is_refused_ends_no_request(make_desk: MakeDesk) -> None:
     assert desk.loop._handles["a"].request.num_preemptions == 0
     grown = [one for message in kinds(desk.finish(), Progress) for one in message.grown]
     assert grown[-1].finish_reason == "length"
+
+
+def test_a_failed_grammar_is_reported_if_an_action_commits_its_step(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    desk = make_desk()
+    desk.engine._max_in_flight = 1  # as on a GPU
+    messages = desk.turn(Add("a", prompt_of(5), greedy(20, structured_outputs={"regex": "[a-z]+"})))
+    while not desk.engine._in_flight:
+        messages += desk.turn()
+
+    def fail(grammar: Grammar, token: int) -> bool:
+        grammar.error = RequestError("structured_outputs: too large")
+        return False
+
+    monkeypatch.setattr(Grammar, "advance", fail)
+    desk.loop._admin.take(AdminRequest("1", Sleep(1, "hold")))
+    desk.loop._admin.turn()
+    messages += desk.read()
+    (refused,) = kinds(messages, Refused)
+    assert (refused.id, refused.message) == ("a", "structured_outputs: too large")
+    assert desk.loop._handles == desk.engine._handles == {}
 
 
 def test_requests_with_another_salt_share_no_prefix(make_desk: MakeDesk) -> None:
