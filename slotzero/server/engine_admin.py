@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from slotzero.checkpoint.pickled import tensors_of_file, tensors_of_pickle
 from slotzero.distributed.update_group import Announced, UpdateGroup
 from slotzero.errors import InvalidInputError, SlotzeroError
+from slotzero.executor.step_watch import ACTION_LIMIT
 from slotzero.server.messages import (
     AbortAll,
     Action,
@@ -140,8 +141,10 @@ class EngineAdmin:
         self._answer(request, perform)
 
     def _answer(self, request: AdminRequest, work: Callable[[], None]) -> None:
+        what = f"the action {type(request.action).__name__}"
         try:
-            work()
+            with self._engine.worker.watch.doing(what, at_least=ACTION_LIMIT):
+                work()
         except Exception as error:
             name = type(error).__name__
             if isinstance(error, InvalidInputError):

@@ -182,13 +182,19 @@ class EngineLoop:
         until = math.inf
         try:
             while time.monotonic() < until or not self._can_step:
-                message = self._inbox.get(timeout > 0, timeout)
+                message = self._next_message(timeout)
                 timeout, until = 0.0, min(until, time.monotonic() + MOST_RECEIVING)
                 self._apply(message)
         except queue.Empty:
             if timeout > SOONEST and not self._has_grammars:  # idle for a while
                 self._has_grammars = True
                 self._engine.prepare_grammars()
+
+    def _next_message(self, timeout: float) -> ToEngine | Callable[[], None]:
+        if not timeout:
+            return self._inbox.get_nowait()
+        with self._engine.worker.watch.doing("waiting for messages", at_least=math.inf):
+            return self._inbox.get(timeout=timeout)
 
     def _apply(self, message: ToEngine | Callable[[], None]) -> None:
         self._has_changed = True

@@ -155,6 +155,32 @@ def test_a_sleep_that_is_refused_ends_no_request(make_desk: MakeDesk) -> None:
     assert grown[-1].finish_reason == "length"
 
 
+def test_neither_actions_nor_idle_times_are_steps(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, seen = make_desk(step_timeout=0.5), dict[str, str]()
+    watch, get = desk.engine.worker.watch, desk.inbox.get
+
+    def pass_long(name: str) -> None:
+        for _ in range(3000):
+            watch.pass_time(1.0)
+        seen[name] = watch.overdue
+
+    class Inbox:
+        put, get_nowait = desk.inbox.put, desk.inbox.get_nowait
+
+        def get(self, *_: Any, **__: Any) -> Any:
+            pass_long("idle")
+            return get(timeout=0.01)
+
+    monkeypatch.setattr(desk.loop, "_inbox", Inbox())
+    monkeypatch.setattr(desk.engine, "reset_prefix_cache", lambda: pass_long("action"))
+    desk.turn()
+    desk.turn(AdminRequest("1", ResetPrefixCache()))
+    desk.turn()
+    assert seen == {"action": "", "idle": ""}
+
+
 def test_a_failed_grammar_is_reported_if_an_action_commits_its_step(
     make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
