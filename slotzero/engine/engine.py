@@ -299,6 +299,7 @@ class Engine:
             self.weight_version = str(self._num_updates) if version is None else version
             for handle in self._handles.values():
                 handle.weight_version = self.weight_version
+                handle.request.saw_update = bool(handle.token_ids)
             return self.weight_version
 
     def give_back_memory(self, *, weights: bool) -> int:
@@ -354,7 +355,6 @@ class Engine:
                 handle.notify()
         for scheduler in self.schedulers:
             for request in scheduler.preempt_all():
-                request.saw_update = bool(request.output_token_ids)
                 if running == "abort":
                     self.cancel(request.id)
 
