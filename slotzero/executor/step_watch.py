@@ -84,7 +84,8 @@ class StepWatch:
         self._last: _Span | None = None
         self.latest: Work | None = None
         """The step that was launched last."""
-        _watched.add(self)
+        with _changing:
+            _watched.add(self)
         _start_thread()
 
     def __str__(self) -> str:
@@ -141,13 +142,14 @@ class StepWatch:
 
 
 _watched: weakref.WeakSet[StepWatch] = weakref.WeakSet()
-_starting = threading.Lock()
+_changing = threading.Lock()
+"""Held while `_watched` or `_threads` changes, or is read."""
 _threads: list[threading.Thread] = []
 
 
 def _start_thread() -> None:
     """Start the one thread that watches all engines of this process."""
-    with _starting:
+    with _changing:
         if not _threads or not _threads[0].is_alive():
             _threads[:] = [threading.Thread(target=_look, name="step watch", daemon=True)]
             _threads[0].start()
@@ -158,6 +160,12 @@ def _look() -> None:
     while True:
         time.sleep(INTERVAL)
         now = time.monotonic()
-        for watch in list(_watched):
-            watch.pass_time(now - before)
+        _pass_time(now - before)
         before = now
+
+
+def _pass_time(seconds: float) -> None:
+    with _changing:
+        watches = list(_watched)
+    for watch in watches:
+        watch.pass_time(seconds)
