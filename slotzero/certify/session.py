@@ -54,17 +54,23 @@ class CertifySession:
             seen,
             skipped=few_checks(self.plan) if self._is_quick else {},
         )
-        certificate.copies = self._whole(COPIES, LATE_COPIES, late_copies(engine.worker), seen)
+        certificate.copies = self._whole(
+            COPIES, LATE_COPIES, lambda: late_copies(engine.worker), seen
+        )
         if self._has_company:
-            certificate.company = self._whole(REQUESTS, COMPANY, in_company(engine), seen)
+            certificate.company = self._whole(REQUESTS, COMPANY, lambda: in_company(engine), seen)
         return certificate
 
     def _whole(
-        self, what: str, check: str, found: Iterable[Violation], seen: Callable[[Cell], None]
+        self,
+        what: str,
+        check: str,
+        find: Callable[[], Iterable[Violation]],
+        seen: Callable[[Cell], None],
     ) -> Cell:
         """Run a check that belongs to no size."""
         start = time.perf_counter()
-        violations = tuple(found)
+        violations = tuple(find())
         cell = Cell(ENGINE, what, check, time.perf_counter() - start, violations)
         self.certificate.seconds += cell.seconds
         seen(cell)

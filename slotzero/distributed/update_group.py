@@ -6,9 +6,13 @@ gloo on a CPU, NCCL on GPUs. This module does not know what tensors mean.
 
 The rule: both sides broadcast the same tensors in the same order, or, packed, chunks of bytes that
 each end with the tensor that fills them.
+
+On a GPU a group has a stream of its own. All threads share the default stream, on which steps run:
+if it waited for a broadcast, so would they.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, final
 
@@ -37,6 +41,9 @@ class UpdateGroup:
     ) -> None:
         """Join the group, and wait for its other ranks."""
         self._name, self._device = name, device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         host, port = address
         try:
             store = distributed.TCPStore(  # type: ignore[attr-defined]
@@ -56,11 +63,26 @@ class UpdateGroup:
             torch.empty(tuple(one.shape), dtype=_dtype(one), device=self._device)
             for one in announced
         ]
-        for chunk in (
-            [[tensor] for tensor in empty] if chunk_bytes is None else chunks(empty, chunk_bytes)
-        ):
-            self._receive_chunk(chunk)
+        with self._beside_steps():
+            for chunk in (
+                [[tensor] for tensor in empty]
+                if chunk_bytes is None
+                else chunks(empty, chunk_bytes)
+            ):
+                self._receive_chunk(chunk)
         yield from zip((one.name for one in announced), empty, strict=True)
+
+    @contextmanager
+    def _beside_steps(self) -> Iterator[None]:
+        """Use the group's stream, and wait for it at the end."""
+        if self._stream is None:
+            yield
+            return
+        # earlier steps may still use the memory into which tensors are received
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
     def _receive_chunk(self, tensors: Sequence[Tensor]) -> None:
         try:
@@ -83,8 +105,6 @@ class UpdateGroup:
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._backend.broadcast([tensor], options).wait()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # this thread's stream is not that of the steps
 
 
 def chunks(tensors: Sequence[Tensor], num_bytes: int) -> Iterator[list[Tensor]]:

@@ -299,6 +299,7 @@ class Engine:
             self.weight_version = str(self._num_updates) if version is None else version
             for handle in self._handles.values():
                 handle.weight_version = self.weight_version
+                handle.request.saw_update = bool(handle.token_ids)
             return self.weight_version
 
     def give_back_memory(self, *, weights: bool) -> int:
@@ -306,6 +307,7 @@ class Engine:
         system; return the bytes that were in use. Requests that have begun are computed again
         later; weights that were given back must be replaced before the next step."""
         with self.lock, uninterrupted():
+            self.worker.check_giving_back(weights=weights)
             self._stop_running("hold")
             self.reset_prefix_cache()
             if weights and self.sanitizer is not None:
@@ -353,7 +355,6 @@ class Engine:
                 handle.notify()
         for scheduler in self.schedulers:
             for request in scheduler.preempt_all():
-                request.saw_update = bool(request.output_token_ids)
                 if running == "abort":
                     self.cancel(request.id)
 

@@ -23,6 +23,7 @@ INTERVAL = 1.0  # seconds between two looks at what runs
 FACTOR = 20.0
 SHORTEST_LIMIT = 60.0  # seconds
 FIRST_LIMIT = 600.0  # seconds for what was not measured yet
+ACTION_LIMIT = 3600.0  # seconds for an action of an administrator, which may read a checkpoint
 SHARE_OF_RANK_TIMEOUT = 0.75
 _log = logging.getLogger("slotzero.engine")
 
@@ -43,9 +44,8 @@ class _Span:
 
     __slots__ = ("_outer", "_start", "_watch", "_work", "limit", "passed", "trouble", "what")
 
-    def __init__(self, watch: "StepWatch", what: str, work: Work | None) -> None:
-        self._watch, self.what, self._work = watch, what, work
-        self.limit = watch.limit(what, work)
+    def __init__(self, watch: "StepWatch", what: str, work: Work | None, limit: float) -> None:
+        self._watch, self.what, self._work, self.limit = watch, what, work, limit
         self.passed = 0.0
         self.trouble = ""
 
@@ -84,7 +84,8 @@ class StepWatch:
         self._last: _Span | None = None
         self.latest: Work | None = None
         """The step that was launched last."""
-        _watched.add(self)
+        with _changing:
+            _watched.add(self)
         _start_thread()
 
     def __str__(self) -> str:
@@ -97,9 +98,13 @@ class StepWatch:
         span = self._span
         return "" if span is None else span.trouble
 
-    def doing(self, what: str, work: Work | None = None) -> AbstractContextManager[None]:
-        """Watch a block. A block inside another is watched in its place."""
-        return _Span(self, what, work)
+    def doing(
+        self, what: str, work: Work | None = None, at_least: float = 0.0
+    ) -> AbstractContextManager[None]:
+        """Watch a block. A block inside another is watched in its place. `at_least`: seconds that
+        it may take even if the limit of a step is lower."""
+        limit = self.limit(what, work)
+        return _Span(self, what, work, max(limit, at_least) if limit else 0.0)
 
     def enter(self, span: _Span) -> _Span | None:
         """Watch a span, and return the one that was watched before."""
@@ -137,13 +142,14 @@ class StepWatch:
 
 
 _watched: weakref.WeakSet[StepWatch] = weakref.WeakSet()
-_starting = threading.Lock()
+_changing = threading.Lock()
+"""Held while `_watched` or `_threads` changes, or is read."""
 _threads: list[threading.Thread] = []
 
 
 def _start_thread() -> None:
     """Start the one thread that watches all engines of this process."""
-    with _starting:
+    with _changing:
         if not _threads or not _threads[0].is_alive():
             _threads[:] = [threading.Thread(target=_look, name="step watch", daemon=True)]
             _threads[0].start()
@@ -154,6 +160,12 @@ def _look() -> None:
     while True:
         time.sleep(INTERVAL)
         now = time.monotonic()
-        for watch in list(_watched):
-            watch.pass_time(now - before)
+        _pass_time(now - before)
         before = now
+
+
+def _pass_time(seconds: float) -> None:
+    with _changing:
+        watches = list(_watched)
+    for watch in watches:
+        watch.pass_time(seconds)

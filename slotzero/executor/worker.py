@@ -270,22 +270,27 @@ class Worker:
                 refill.give(name, tensor)
             refill.finish()
 
-    def give_back_memory(self, *, weights: bool) -> int:
-        """Give the memory of the KV cache, and of the weights that an update fills, back to the
-        operating system; return the bytes that were in use. Addresses stay valid, but what was
-        stored is lost."""
+    def check_giving_back(self, *, weights: bool) -> None:
+        """Raise InvalidInputError unless `give_back_memory` is possible."""
         if self.registry.device.type != "cpu" or self.ranks.is_distributed:
             raise InvalidInputError(
                 "memory is given back on a CPU with one rank only: on GPUs, end the server and "
                 "start it again instead"
             )
+        if weights and self.updater is None:
+            raise InvalidInputError(
+                "this model runs over the bridge to transformers, where weights cannot be given "
+                "back: keep them (level 1)"
+            )
+
+    def give_back_memory(self, *, weights: bool) -> int:
+        """Give the memory of the KV cache, and of the weights that an update fills, back to the
+        operating system; return the bytes that were in use. Addresses stay valid, but what was
+        stored is lost."""
+        self.check_giving_back(weights=weights)
         tensors = [entry.tensor for entry in self.registry.entries() if entry.through]
         if weights:
-            if self.updater is None:
-                raise InvalidInputError(
-                    "this model runs over the bridge to transformers, where weights cannot be "
-                    "given back: keep them (level 1)"
-                )
+            assert self.updater is not None
             tensors += self.updater.tensors()
         return sum(give_back(tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
 

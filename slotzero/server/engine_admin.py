@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from slotzero.checkpoint.pickled import tensors_of_file, tensors_of_pickle
 from slotzero.distributed.update_group import Announced, UpdateGroup
 from slotzero.errors import InvalidInputError, SlotzeroError
+from slotzero.executor.step_watch import ACTION_LIMIT
 from slotzero.server.messages import (
     AbortAll,
     Action,
@@ -140,8 +141,10 @@ class EngineAdmin:
         self._answer(request, perform)
 
     def _answer(self, request: AdminRequest, work: Callable[[], None]) -> None:
+        what = f"the action {type(request.action).__name__}"
         try:
-            work()
+            with self._engine.worker.watch.doing(what, at_least=ACTION_LIMIT):
+                work()
         except Exception as error:
             name = type(error).__name__
             if isinstance(error, InvalidInputError):
@@ -188,6 +191,7 @@ class EngineAdmin:
             raise InvalidInputError(
                 f"{' and '.join(sorted(self.asleep))} sleep already: wake them up first"
             )
+        self._engine.worker.check_giving_back(weights=level == 2)
         if running == "abort":
             self._abort()
         self.bytes_given_back = self._engine.give_back_memory(weights=level == 2)

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -182,13 +182,19 @@ class EngineLoop:
         until = math.inf
         try:
             while time.monotonic() < until or not self._can_step:
-                message = self._inbox.get(timeout > 0, timeout)
+                message = self._next_message(timeout)
                 timeout, until = 0.0, min(until, time.monotonic() + MOST_RECEIVING)
                 self._apply(message)
         except queue.Empty:
             if timeout > SOONEST and not self._has_grammars:  # idle for a while
                 self._has_grammars = True
                 self._engine.prepare_grammars()
+
+    def _next_message(self, timeout: float) -> ToEngine | Callable[[], None]:
+        if not timeout:
+            return self._inbox.get_nowait()
+        with self._engine.worker.watch.doing("waiting for messages", at_least=math.inf):
+            return self._inbox.get(timeout=timeout)
 
     def _apply(self, message: ToEngine | Callable[[], None]) -> None:
         self._has_changed = True
@@ -223,6 +229,10 @@ class EngineLoop:
         deltas = [self._delta(answer) for answer in answers]
         if new := [delta for delta in deltas if delta.token_ids or delta.finish_reason]:
             self._outbox.put(Progress(new))
+        self._refuse(answers)
+
+    def _refuse(self, answers: Iterable["RequestHandle"]) -> None:
+        """Report which of these requests their grammar has ended."""
         for answer in answers:
             if answer.refusal is not None:
                 if answer.token_ids:  # else it was refused before it began
@@ -242,6 +252,7 @@ class EngineLoop:
                 deltas[i] = structs.replace(delta, stop_reason=ABORTED)
         if deltas:
             self._outbox.put(Progress(deltas))
+        self._refuse(ended)
 
     def _delta(self, answer: "RequestHandle") -> TokenDelta:
         request = answer.request

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, PlainTextResponse
 
 from slotzero import __version__
+from slotzero.config import LOGPROBS_MODES
 from slotzero.errors import RequestError
 from slotzero.server.answer_plan import rendered
 from slotzero.server.app_state import AppState
@@ -171,7 +172,7 @@ def _vllm_config(state: AppState) -> dict[str, Any]:
         "weight_transfer_config": {"backend": "torch.distributed"} if has_transfer else None,
         "model_config": {
             "dtype": f"torch.{limits.get('dtype', 'float32')}",
-            "logprobs_mode": "raw_logprobs",  # those of the model, before temperature and filters
+            "logprobs_mode": state.client.settings.get("logprobs_mode", LOGPROBS_MODES[0]),
         },
     }
 

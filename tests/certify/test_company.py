@@ -6,9 +6,12 @@ import pytest
 import torch
 from traffic import engine_of
 
+from slotzero.certify import session
 from slotzero.certify.company import ROUNDS, Round, in_company, random_guests
 from slotzero.certify.company_faults import ORDER_FAULTS, mutate_company
+from slotzero.certify.report import Violation
 from slotzero.checkpoint.tiny import tiny_configs
+from slotzero.engine.engine import Engine
 from slotzero.kernels.cpu.build import compiler
 
 pytestmark = [
@@ -60,3 +63,20 @@ def test_faults_of_the_order_of_summation_are_named():
     assert [mutant.fault for mutant in mutants] == [fault.name for fault in ORDER_FAULTS]
     assert all(mutant.caught_by == "S10" and mutant.is_named for mutant in mutants)
     assert in_company(engine, ROUNDS[:1]) == []  # everything is put back
+
+
+def test_its_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def served(engine: Engine) -> list[Violation]:
+        now[0] += 7
+        return []
+
+    monkeypatch.setattr(session, "certify", lambda certificate, *_, **__: certificate)
+    monkeypatch.setattr(session, "in_company", served)
+    monkeypatch.setattr(session.time, "perf_counter", lambda: now[0])
+    engine = engine_of("llama", "wide", backend="eager", **SETTINGS)
+    made = session.CertifySession(engine, "tiny:llama", is_quick=True, is_deterministic=True)
+    certificate = made.certify()
+    assert certificate.company is not None
+    assert (certificate.company.seconds, certificate.seconds) == (7, 7)

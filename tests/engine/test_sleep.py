@@ -9,7 +9,10 @@ import torch
 from engines import greedy, make, prompt_of
 from threaded_engine import checkpoint_of, tensors_of
 
+from slotzero.certify.live import LiveSanitizer
+from slotzero.certify.start import start_engine
 from slotzero.checkpoint import source
+from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.errors import InvalidInputError
 from slotzero.system.pages import give_back
@@ -60,6 +63,21 @@ def test_an_engine_goes_on(
     assert answers(engine) == (old if wanted is None else wanted)
     assert {e.name: e.tensor.data_ptr() for e in engine.worker.registry.entries()} == before
     engine.check()
+
+
+def test_an_answer_around_a_sleep_is_recomputed() -> None:
+    config = EngineConfig(
+        model="tiny:llama", backend="eager", max_model_len=64, sanitize="full",
+        sanitize_action="raise", show_progress=False,
+    )  # fmt: skip
+    engine = start_engine(config)
+    engine.add("held", prompt_of(20), greedy(8))
+    for _ in range(4):
+        engine.step()
+    engine.give_back_memory(weights=False)
+    finish(engine)
+    assert isinstance(engine.sanitizer, LiveSanitizer)
+    assert engine.sanitizer.answers.num_recomputed == 1
 
 
 def test_weights_are_gone() -> None:

@@ -110,6 +110,18 @@ def test_a_given_limit_is_that_of_every_step(timeout: float, overdue: str) -> No
         assert watch.overdue == overdue
 
 
+@pytest.mark.parametrize(
+    ("timeout", "seconds", "overdue"),
+    [(7.0, 59, ""), (7.0, 60, "reading"), (70.0, 69, ""), (70.0, 70, "reading"), (0.0, 1000, "")],
+)
+def test_a_block_may_have_a_longer_limit(timeout: float, seconds: int, overdue: str) -> None:
+    watch = StepWatch(timeout)
+    step_watch._watched.discard(watch)
+    with watch.doing("reading", at_least=60.0):
+        pass_seconds(watch, seconds)
+        assert watch.overdue.startswith(overdue) and bool(watch.overdue) == bool(overdue)
+
+
 def test_time_in_which_the_process_did_not_run_does_not_count(watch: StepWatch) -> None:
     with watch.doing("running", DECODE):
         watch.pass_time(10 * FIRST_LIMIT)

@@ -21,6 +21,7 @@ from slotzero.engine.engine import Engine
 from slotzero.errors import (
     CapacityError,
     ConfigError,
+    RequestError,
 )
 from slotzero.executor.results import Results
 from slotzero.grammars.grammar import Grammar
@@ -37,6 +38,7 @@ from slotzero.server.messages import (
     Progress,
     Refused,
     ResetPrefixCache,
+    Sleep,
     Stats,
     ToEngine,
     UpdateWeights,
@@ -137,6 +139,69 @@ def test_an_update_that_may_have_left_a_mixture_ends_the_engine(
     desk.inbox.put(AdminRequest("1", UpdateWeights(f"{tmp_path}", False, "hold", "1")))
     assert desk.loop.run() == 1
     assert kinds(desk.read(), AdminReply) == [AdminReply("1", "RuntimeError", "the device")]
+
+
+def test_a_sleep_that_is_refused_ends_no_request(make_desk: MakeDesk) -> None:
+    desk = make_desk()
+    desk.turn(Add("a", prompt_of(5), greedy(8)))
+    desk.engine.worker.updater = None  # as for a model over the bridge
+    (reply,) = kinds(desk.turn(AdminRequest("1", Sleep(2, "abort"))), AdminReply)
+    assert (reply.error, reply.message[:32]) == (
+        "InvalidInputError",
+        "this model runs over the bridge ",
+    )
+    assert desk.loop._handles["a"].request.num_preemptions == 0
+    grown = [one for message in kinds(desk.finish(), Progress) for one in message.grown]
+    assert grown[-1].finish_reason == "length"
+
+
+def test_neither_actions_nor_idle_times_are_steps(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, seen = make_desk(step_timeout=0.5), dict[str, str]()
+    watch, get = desk.engine.worker.watch, desk.inbox.get
+
+    def pass_long(name: str) -> None:
+        for _ in range(3000):
+            watch.pass_time(1.0)
+        seen[name] = watch.overdue
+
+    class Inbox:
+        put, get_nowait = desk.inbox.put, desk.inbox.get_nowait
+
+        def get(self, *_: Any, **__: Any) -> Any:
+            pass_long("idle")
+            return get(timeout=0.01)
+
+    monkeypatch.setattr(desk.loop, "_inbox", Inbox())
+    monkeypatch.setattr(desk.engine, "reset_prefix_cache", lambda: pass_long("action"))
+    desk.turn()
+    desk.turn(AdminRequest("1", ResetPrefixCache()))
+    desk.turn()
+    assert seen == {"action": "", "idle": ""}
+
+
+def test_a_failed_grammar_is_reported_if_an_action_commits_its_step(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    desk = make_desk()
+    desk.engine._max_in_flight = 1  # as on a GPU
+    messages = desk.turn(Add("a", prompt_of(5), greedy(20, structured_outputs={"regex": "[a-z]+"})))
+    while not desk.engine._in_flight:
+        messages += desk.turn()
+
+    def fail(grammar: Grammar, token: int) -> bool:
+        grammar.error = RequestError("structured_outputs: too large")
+        return False
+
+    monkeypatch.setattr(Grammar, "advance", fail)
+    desk.loop._admin.take(AdminRequest("1", Sleep(1, "hold")))
+    desk.loop._admin.turn()
+    messages += desk.read()
+    (refused,) = kinds(messages, Refused)
+    assert (refused.id, refused.message) == ("a", "structured_outputs: too large")
+    assert desk.loop._handles == desk.engine._handles == {}
 
 
 def test_requests_with_another_salt_share_no_prefix(make_desk: MakeDesk) -> None:

@@ -100,6 +100,14 @@ def test_server_info() -> None:
     assert info["engines"] == [engine]
     assert info["certification"]["sizes"] == {"decode[8]": True}
     assert info["engine"]["limits"]["max_model_len"] == 512
+    assert info["vllm_config"]["model_config"]["logprobs_mode"] == "raw_logprobs"
+
+
+def test_trainers_are_told_what_log_probabilities_are_those_of() -> None:
+    client = FakeClient()
+    client.settings["logprobs_mode"] = "processed_logprobs"
+    config = ask(client, "/server_info").json()["vllm_config"]["model_config"]
+    assert config["logprobs_mode"] == "processed_logprobs"
 
 
 def test_live() -> None:
