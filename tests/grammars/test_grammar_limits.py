@@ -412,14 +412,14 @@ def no_more_files(pid: int) -> Iterator[None]:
     """
     fds = Path(f"/proc/{pid}/fd")
     taken = {int(fd) for fd in os.listdir(fds) if os.path.lexists(fds / fd)}
-    fillers = []
-    while pid == os.getpid() and len(taken) <= max(taken):
-        fillers.append(os.open(os.devnull, os.O_RDONLY))
-        taken.add(fillers[-1])
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    lowest_free = next(fd for fd in itertools.count() if fd not in taken)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    highest, fillers = max(taken), list[int]()
     try:
+        while pid == os.getpid() and (not fillers or fillers[-1] < highest):
+            fillers.append(os.open(os.devnull, os.O_RDONLY))
+        taken.update(fillers)
+        lowest_free = next(fd for fd in itertools.count() if fd not in taken)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, before[1]))
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)

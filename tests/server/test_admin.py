@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from served import free_port
 from threaded_engine import SOON, Stack, stack, tensors_of, write_folder
 
 from slotzero import LLM, SamplingParams
@@ -174,11 +174,11 @@ def test_tensors_wait_for_each_other(tmp_path: Path) -> None:
 async def trainer(served: Stack, file: Path, group: str, chunk_bytes: int) -> AsyncIterator[int]:
     """Start a process that broadcasts the tensors of a file, as often as there are stages; yield
     the port of its group."""
-    port, size = free_port(), 1 + len(served.engines)
-    words = [TRAINER, f"{port}", f"{size}", group, f"{file}", f"{chunk_bytes}"]
-    process = await asyncio.create_subprocess_exec(sys.executable, *words)
+    words = [TRAINER, f"{1 + len(served.engines)}", group, f"{file}", f"{chunk_bytes}"]
+    process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=PIPE)
     try:
-        yield port
+        assert process.stdout is not None
+        yield int(await asyncio.wait_for(process.stdout.readline(), SOON))
         assert await asyncio.wait_for(process.wait(), SOON) == 0
     finally:
         if process.returncode is None:
@@ -429,6 +429,8 @@ def test_memory_is_given_back_and_taken_again(level: int, tmp_path: Path) -> Non
             if level == 2:
                 assert answer["token_ids"] == fresh_tokens(folder, PROMPT, 8)
             engine.check()
+            stats = served.fleet.replicas[0]
+            await served.until(lambda: stats.stats is not None and not stats.stats.asleep)
             assert not await is_listed(served, "slotzero_engine_asleep")
 
     asyncio.run(run())

@@ -423,7 +423,8 @@ def test_an_idle_engine_waits_and_wakes(
     monkeypatch.setattr(process, "LATEST", 60.0)
     timer = threading.Timer(0.1, desk.inbox.put, [Add("a", prompt_of(5), greedy(2))])
     timer.start()
-    assert [type(message) for message in desk.turn()] == [Progress]
+    woken = desk.turn()  # on a busy machine a report is due, too
+    assert [type(message) for message in woken if type(message) is not Stats] == [Progress]
     timer.join()
     assert desk.engine.has_work
     assert kinds(desk.finish(), Progress)

@@ -1,9 +1,9 @@
 """A trainer that broadcasts the tensors of a .safetensors file to engines, over gloo.
 
-    python broadcasting_trainer.py PORT SIZE GROUP FILE CHUNK_BYTES
+    python broadcasting_trainer.py SIZE GROUP FILE CHUNK_BYTES
 
-It is rank 0 of a group that it builds as trainers do for SGLang. With CHUNK_BYTES above 0, tensors
-are packed as vLLM packs them.
+It prints the port of its group, of which it is rank 0, and builds the group as trainers do for
+SGLang. With CHUNK_BYTES above 0, tensors are packed as vLLM packs them.
 """
 
 import sys
@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor, distributed
 from torch.distributed import distributed_c10d as c10d
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=300)
 
 
-def joined(port: int, size: int, name: str) -> distributed.ProcessGroup:
-    address = f"tcp://127.0.0.1:{port}"
-    store, _, _ = next(distributed.rendezvous(address, 0, size, timeout=TIMEOUT))
+def joined(size: int, name: str) -> distributed.ProcessGroup:
+    store = distributed.TCPStore("127.0.0.1", 0, None, True, TIMEOUT, wait_for_workers=False)
+    print(store.port, flush=True)
     group, _ = c10d._new_process_group_helper(
         size,
         0,
@@ -45,9 +45,9 @@ def packed(tensors: list[Tensor], chunk_bytes: int) -> list[Tensor]:
     return [*made, torch.cat(parts)] if parts else made
 
 
-def main(port: str, size: str, name: str, file: str, chunk_bytes: str) -> None:
+def main(size: str, name: str, file: str, chunk_bytes: str) -> None:
     tensors = list(load_file(file).values())
-    group = joined(int(port), int(size), name)
+    group = joined(int(size), name)
     for tensor in packed(tensors, int(chunk_bytes)) if int(chunk_bytes) else tensors:
         distributed.broadcast(tensor, src=0, group=group)
 

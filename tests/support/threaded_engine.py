@@ -28,7 +28,7 @@ from slotzero.server.share import Share
 from slotzero.text.tokenizer import Tokenizer
 
 LLAMA = "tiny:llama"
-SOON = 60.0
+SOON = 300.0  # seconds: enough for a busy machine
 
 
 class ThreadedEngine:
