@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from slotzero.certify.padding import PADDED_ROWS
 from slotzero.certify.report import ENGINE
 from slotzero.certify.scenario import GRAPH_MEMORY
+from slotzero.graph import TensorKind
 from slotzero.speculative.passes import DRAFT, EXTEND, VERIFY
 
 
@@ -324,3 +325,14 @@ BUGS = (
     Bug("vLLM 39115", "one event for all steps", ("output",),
         "one copy event served several steps"),
 )  # fmt: skip
+
+
+def numbers_of(runner: str, culprit: str, kind: TensorKind | None, fault: str) -> tuple[str, ...]:
+    """Return the bugs that were this fault. `kind`: of the tensor; None for a fault of the
+    engine."""
+    names = {culprit, "" if kind is None else kind.value}
+    return tuple(
+        bug.number
+        for bug in BUGS
+        if bug.fault == fault and not names.isdisjoint(bug.where) and bug.runner in ("", runner)
+    )

@@ -9,7 +9,7 @@ from itertools import product
 
 from torch import Tensor
 
-from slotzero.certify.bugs import numbers_of
+from slotzero.certify.known_bugs import numbers_of
 from slotzero.certify.late_device import Damage, LateDevice, copied, late_copies
 from slotzero.certify.mutants import Mutant
 from slotzero.certify.report import ENGINE

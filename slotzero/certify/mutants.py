@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from slotzero.certify.bugs import numbers_of
 from slotzero.certify.certify import checksums, examine
 from slotzero.certify.checks import CHECK_FUNCTIONS, Examination
 from slotzero.certify.faults import FAULTS, Case, Fault, swapped
+from slotzero.certify.known_bugs import numbers_of
 from slotzero.certify.report import ORDER
 from slotzero.certify.scenario import Scenario, Trial, kind_of
 from slotzero.certify.scenarios import bounds_of, counts_of, scenario_for

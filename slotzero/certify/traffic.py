@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from slotzero.certify.answers import AnswerCheck
-from slotzero.certify.bugs import numbers_of
 from slotzero.certify.faults.case import swapped
 from slotzero.certify.faults.device import replaced
+from slotzero.certify.known_bugs import numbers_of
 from slotzero.certify.mutants import Mutant
 from slotzero.certify.report import ENGINE, Violation
 from slotzero.engine.engine import Engine

@@ -1,12 +1,11 @@
 """Tests of the list of models: the page in docs, the command, and forecasts."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from bridged import config_folder
+from docs_page import DOCS, page_maker
 
 from slotzero import LLM
 from slotzero.cli import main as cli
@@ -18,20 +17,10 @@ from slotzero.models.families.family import families
 
 pytestmark = pytest.mark.slow
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_models", DOCS / "models.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 def test_the_page_is_up_to_date() -> None:
     """If it fails, run `python docs/models.py`."""
-    made = generator()
+    made = page_maker("models")
     assert made.FILE.read_text(encoding="utf-8") == made.page()
     assert (DOCS / "decisions" / made.DECISION).is_file()
 
