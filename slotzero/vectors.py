@@ -55,7 +55,7 @@ class ScoringOutput:
 class ScoringRequestOutput:
     request_id: str
     prompt_token_ids: list[int]
-    """Of the pair; without --score-tokens the tokens of the first text, then of the second."""
+    """Tokens of the pair; without --score-tokens those of the first text, then of the second."""
     outputs: ScoringOutput
     num_cached_tokens: int
     weight_version: str = "0"

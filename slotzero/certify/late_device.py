@@ -62,7 +62,7 @@ class LateDevice(Copies):
     """A device that does its work in the latest order that its streams allow, or at once."""
 
     def __init__(self, runs_late: bool, sends_late: bool) -> None:
-        """What is late is done only when it is waited for."""
+        """`runs_late`, `sends_late`: do steps, or downloads, only when the host waits for them."""
         self._work, self._sending = _Queue(), _Queue()
         self._runs_late, self._sends_late = runs_late, sends_late
 

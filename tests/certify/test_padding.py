@@ -37,7 +37,7 @@ def garbled(*results: object) -> list[int]:
     [((8, 5), 6), ((4, 5), 3), ((1, 8, 5), 6), ((16, 5), 12), ((5, 8), 5), ((3, 3), 3)],
 )
 def test_rows_that_no_request_owns_are_overwritten(shape, left):
-    """Of tokens, of batch rows, of places in a tree, and of nothing else."""
+    """The rows are tokens, batch rows or places in a tree; other axes stay as they are."""
     assert garbled(torch.zeros(shape)) == [left]
 
 

@@ -104,7 +104,7 @@ def test_every_family_takes_new_weights(model: str, fresh: Callable[..., Engine]
 def test_answers_are_those_of_a_fresh_engine(
     settings: dict[str, Any], fresh: Callable[..., Engine]
 ) -> None:
-    """What was recorded with the old weights computes with the new ones."""
+    """Recordings that were made with the old weights compute with the new ones."""
     settings = {"model": LLAMA} | settings
     engine, wanted = make(**settings), fresh(**settings | {"load_format": "auto"})
     old = answers(engine)
