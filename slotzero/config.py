@@ -136,10 +136,10 @@ class EngineConfig:
     alone, to the bit: not on the batch, chunked prefill, the prefix cache, preemption or drafts. On
     a GPU this takes other kernels; see docs/determinism.md."""
     logprobs_mode: str = "raw_logprobs"
-    """What log probabilities are those of: raw_logprobs, the model; processed_logprobs, the
-    distribution that is sampled, after mask, penalties, bias, temperature and filters. raw_logits
-    and processed_logits return logits instead. Prompts are not sampled: they are always scored with
-    raw_logprobs."""
+    """Which log probabilities answers have: raw_logprobs, computed from the model's logits, or
+    processed_logprobs, from the distribution that is sampled, after mask, penalties, bias,
+    temperature and filters. raw_logits and processed_logits return logits instead. Prompts are not
+    sampled, so they always get raw_logprobs."""
     enable_return_routed_experts: bool = False
     """Return with every answer the experts that the router of each MoE layer chose for each token
     of prompt and answer, which training with the same routing needs."""

@@ -1,6 +1,6 @@
 """Offline embeddings and scores: parameters and outputs of `LLM.embed` and `LLM.score`.
 
-Names are those of vLLM. This module computes nothing.
+Names are those of vLLM. This module computes no vector and no score.
 """
 
 from dataclasses import dataclass

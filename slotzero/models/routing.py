@@ -14,7 +14,7 @@ from slotzero.models.config import ModelConfig
 
 EXPERT_STARTS = "expert_starts"
 CHOSEN_EXPERTS = "chosen_experts"
-"""Name, among the KV pages of a step, of those in which the target's experts are stored."""
+"""The name, among the KV pages of a step, of the pages that store the target's experts."""
 
 
 class Routing(NamedTuple):

@@ -44,7 +44,7 @@ class Admin:
         self._folder: tuple[Action, ...] = ()  # restores the weights of a restarted engine
         self.is_paused = False
         self.asleep: frozenset[Tag] = frozenset()
-        """What sleeps."""
+        """The memory that was given back: weights, kv_cache."""
         self._sleep: Sleep | None = None
         self._has_staged = False  # whether tensors wait for the end of an update
         self._staged_version: str | None = None

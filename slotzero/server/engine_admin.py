@@ -66,7 +66,7 @@ class EngineAdmin:
         self._staged: dict[str, Tensor] = {}
         self.is_paused = False
         self.asleep: set[str] = set()
-        """What sleeps: weights, kv_cache."""
+        """The memory that was given back: weights, kv_cache."""
         self.bytes_given_back = 0
         self._lacks_weights = False
         self.is_broken = False

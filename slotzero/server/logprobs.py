@@ -50,7 +50,7 @@ class LogprobShapes:
     def of_echo(
         self, request: GenerationRequest, scores: Sequence[TokenLogprobs], num_top: int
     ) -> CompletionLogprobs:
-        """Return those of an echoed prompt. Nothing predicts its first token."""
+        """Return the log probabilities of an echoed prompt, of which the first token has none."""
         first, *others = request.prompt
         offsets = self._offsets(request)
         rows = [TokenRow(*values) for values in zip(others, offsets[1:], scores, strict=True)]
@@ -65,7 +65,7 @@ class LogprobShapes:
     def of_prompt(
         self, prompt: Sequence[int], scores: Sequence[TokenLogprobs], num_top: int
     ) -> PromptLogprobs:
-        """Return those of a prompt in vLLM's shape."""
+        """Return the log probabilities of a prompt in vLLM's shape."""
         pairs = zip(prompt[1:], scores, strict=True)
         return [None, *(self._by_id(TokenRow(token, 0, of), num_top) for token, of in pairs)]
 
