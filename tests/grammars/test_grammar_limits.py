@@ -410,14 +410,14 @@ def no_more_files(pid: int) -> Iterator[None]:
     The limit is on numbers of files. So in this process unused numbers below others are taken
     first: with one of them as the limit, closing a file with a higher number would not help.
     """
-    fds = Path(f"/proc/{pid}/fd")
-    taken = {int(fd) for fd in os.listdir(fds) if os.path.lexists(fds / fd)}
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    highest, fillers = max(taken), list[int]()
+    fillers = list[int]()
     try:
-        while pid == os.getpid() and (not fillers or fillers[-1] < highest):
-            fillers.append(os.open(os.devnull, os.O_RDONLY))
-        taken.update(fillers)
+        taken = open_files(pid)
+        # Other threads open and close files meanwhile, so look again after every round.
+        while pid == os.getpid() and (gaps := max(taken) + 1 - len(taken)):
+            fillers.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(gaps))
+            taken = open_files(pid)
         lowest_free = next(fd for fd in itertools.count() if fd not in taken)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, before[1]))
         yield
@@ -425,6 +425,11 @@ def no_more_files(pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
         for fd in fillers:
             os.close(fd)
+
+
+def open_files(pid: int) -> set[int]:
+    fds = Path(f"/proc/{pid}/fd")
+    return {int(fd) for fd in os.listdir(fds) if os.path.lexists(fds / fd)}
 
 
 @pytest.mark.parametrize("whose", ["the engine's", "the fork server's"])
@@ -445,12 +450,21 @@ def test_a_grammar_is_refused_if_no_process_can_be_started_for_it(whose: str) ->
     assert grammars.supervisor.server.pid == server
 
 
-def test_idle_workers_make_room_if_no_process_can_be_started() -> None:
+def test_idle_workers_make_room_if_no_process_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     grammars = pool()
     for i in range(3):
         begun(grammars, regex=f"{i}+").release()
-    with no_more_files(os.getpid()):
-        assert follow(begun(grammars, regex="b+"), "b")
+    make_pair = socket.socketpair
+
+    def pair_after_two_are_closed(*args: Any) -> tuple[socket.socket, socket.socket]:
+        if len(grammars.supervisor.workers.idle) > 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return make_pair(*args)
+
+    monkeypatch.setattr(socket, "socketpair", pair_after_two_are_closed)
+    assert follow(begun(grammars, regex="b+"), "b")
     assert [source.text for source in grammars._workers] == ["2+", "b+"]
 
 
