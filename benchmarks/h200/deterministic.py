@@ -35,7 +35,7 @@ from stack import apart
 
 from slotzero.bench.clock import device_seconds
 from slotzero.bench.workloads import WORKLOADS
-from slotzero.certify.company import Answer, Guest, Round, in_company, serve_alone
+from slotzero.certify.company import Guest, GuestAnswer, Round, in_company, serve_alone
 from slotzero.certify.company_faults import mutate_company
 from slotzero.certify.start import start_engine
 from slotzero.config import EngineConfig
@@ -126,8 +126,8 @@ def run_answers(args: argparse.Namespace, keep: Any) -> None:
 
 
 def answered(
-    speculative: str | None, num: int, num_tokens: int, alone: list[Answer] | None
-) -> tuple[dict[str, Any], list[Answer]]:
+    speculative: str | None, num: int, num_tokens: int, alone: list[GuestAnswer] | None
+) -> tuple[dict[str, Any], list[GuestAnswer]]:
     """Return what differs in company from the answers alone, which are computed if not given."""
     engine = start_engine(
         EngineConfig(

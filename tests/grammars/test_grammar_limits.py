@@ -410,26 +410,20 @@ def no_more_files(pid: int) -> Iterator[None]:
     The limit is on numbers of files. So in this process unused numbers below others are taken
     first: with one of them as the limit, closing a file with a higher number would not help.
     """
+    fds = Path(f"/proc/{pid}/fd")
+    taken = {int(fd) for fd in os.listdir(fds) if os.path.lexists(fds / fd)}
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    fillers = list[int]()
+    limit, fillers = next(fd for fd in itertools.count() if fd not in taken), list[int]()
     try:
-        taken = open_files(pid)
-        # Other threads open and close files meanwhile, so look again after every round.
-        while pid == os.getpid() and (gaps := max(taken) + 1 - len(taken)):
-            fillers.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(gaps))
-            taken = open_files(pid)
-        lowest_free = next(fd for fd in itertools.count() if fd not in taken)
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+        while pid == os.getpid() and limit <= max(taken):
+            fillers.append(os.open(os.devnull, os.O_RDONLY))
+            limit = fillers[-1] + 1  # not the lowest number without a file: `accept` reserves one
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, before[1]))
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
         for fd in fillers:
             os.close(fd)
-
-
-def open_files(pid: int) -> set[int]:
-    fds = Path(f"/proc/{pid}/fd")
-    return {int(fd) for fd in os.listdir(fds) if os.path.lexists(fds / fd)}
 
 
 @pytest.mark.parametrize("whose", ["the engine's", "the fork server's"])
