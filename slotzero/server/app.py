@@ -4,6 +4,7 @@ It starts the engines when it starts, and stops them when it ends. The rule: eve
 the shape of the API of its path, and names the wrong field if there is one.
 """
 
+import functools
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -74,19 +75,25 @@ def make_app(
         title="Slotzero", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.slotzero = state
-    app.include_router(openai_routes(state))
-    app.include_router(responses_routes(state))
-    app.include_router(anthropic_routes(state))
-    app.include_router(ollama_routes(state))
-    app.include_router(vector_routes(state))
-    app.include_router(engine_routes(state))
     running = RunningRequests()
-    app.include_router(sglang_routes(state, running))
-    admin = [admin_routes(state), sglang_admin_routes(state, running), vllm_routes(state)]
-    if settings.enable_admin:
-        for router in admin:
-            app.include_router(router)
-    state.admin_paths = frozenset(path for router in admin for path in paths_of(router))
+    routers = [
+        openai_routes(state),
+        responses_routes(state),
+        anthropic_routes(state),
+        ollama_routes(state),
+        vector_routes(state),
+        engine_routes(state),
+        sglang_routes(state, running),
+    ]
+
+    @functools.cache
+    def admin() -> list[APIRouter]:
+        """Building routes takes tens of milliseconds: most servers never need these."""
+        return [admin_routes(state), sglang_admin_routes(state, running), vllm_routes(state)]
+
+    state.admin_paths = lambda: frozenset(path for router in admin() for path in paths_of(router))
+    for router in routers + (admin() if settings.enable_admin else []):
+        app.router.routes += router.routes  # `include_router` would build every route again
     _tell_errors(app, state)
     app.add_middleware(
         GateMiddleware,
@@ -94,7 +101,7 @@ def make_app(
         refused=state.metrics.refused,
         connections=connections,
         is_closing=lambda: state.is_closing,
-        admin_paths=state.admin_paths if settings.enable_admin else (),
+        admin_paths=state.admin_paths() if settings.enable_admin else (),
     )
     if settings.allowed_origins:  # outside the gate: a browser's preflight request has no key
         app.add_middleware(
@@ -159,7 +166,7 @@ def http_message(request: Request, error: HTTPException) -> str:
     if error.status_code == 400 and error.__cause__ is not None:
         return f"the body is not JSON: {error.__cause__}"
     if error.status_code == 404 and error.detail == "Not Found":
-        if request.url.path in request.app.state.slotzero.admin_paths:
+        if request.url.path in request.app.state.slotzero.admin_paths():
             return f"{path} is off: start the server with --enable-admin"
         return f"no route {path}; OpenAI's routes begin with /v1, and /openapi.json lists all"
     if error.status_code == 405:

@@ -5,7 +5,7 @@ It knows no single request.
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from slotzero.config import DEFAULT_MODEL
@@ -50,8 +50,8 @@ class AppState:
         self.score_template = ScoreTemplate(client.settings.get("score_template"))
         self.responses = response_store(settings.response_store, settings.max_stored_responses)
         self.admin = Admin(client)
-        self.admin_paths: Collection[str] = ()
-        """Paths of the routes for administrators, on or off."""
+        self.admin_paths: Callable[[], Collection[str]] = frozenset
+        """Returns the paths of the routes for administrators, on or off."""
         self.is_closing = False
         """Set when the server shuts down, to end streams that would never end by themselves."""
 
