@@ -85,20 +85,27 @@ class SplitByLongest(OrderFault):
     """Attention merges as many parts as the longest context of the step has."""
 
     def damaged(self, kernels: Kernels) -> dict[str, Callable[..., Any]]:
-        right_plan, right, parts = kernels.plan, kernels.attention, [1]
+        right_plan, parts = kernels.plan, [1]
 
         def plan(tokens: Tokens, *others: Any) -> Any:
             parts[0] = 1 + int(tokens.positions.max()) // KEYS  # the host waits; this is a test
             return right_plan(tokens, *others)
 
-        def attention(*given: Any) -> Tensor:
-            part = right(*given) / parts[0]
-            total = torch.zeros_like(part)
-            for _ in range(parts[0]):
-                total = total + part
-            return total
+        def split(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def attention(*given: Any) -> Tensor:
+                part = right(*given) / parts[0]
+                total = torch.zeros_like(part)
+                for _ in range(parts[0]):
+                    total = total + part
+                return total
 
-        return {"plan": plan, "attention": attention}
+            return attention
+
+        return {
+            "plan": plan,
+            "attention": split(kernels.attention),
+            "mla_attention": split(kernels.mla_attention),
+        }
 
 
 ORDER_FAULTS: tuple[OrderFault, ...] = (

@@ -57,8 +57,9 @@ def test_company_with_drafts_changes_no_bit(family):
     assert 0 < engine.speculation.num_accepted_tokens < engine.speculation.num_draft_tokens
 
 
-def test_faults_of_the_order_of_summation_are_named():
-    engine = engine_of("llama", "wide", backend="eager", deterministic=True)
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+def test_faults_of_the_order_of_summation_are_named(family):
+    engine = engine_of(family, "wide", backend="eager", deterministic=True)
     mutants = mutate_company(engine)
     assert [mutant.fault for mutant in mutants] == [fault.name for fault in ORDER_FAULTS]
     assert all(mutant.caught_by == "S10" and mutant.is_named for mutant in mutants)
