@@ -145,6 +145,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.set_num_threads(_num_threads if is_threaded else 1)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Give a GPU's memory back: other processes test on it, too."""
+    if item.get_closest_marker("gpu") is not None and _sees_gpu():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(autouse=True)
 def _interruptible() -> Iterator[None]:
     """Handle Ctrl-C as in a foreground process: a shell starts background ones ignoring it."""
