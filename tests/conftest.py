@@ -118,6 +118,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or extension modules report their types as leaked
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Build the CPU kernels once, before several worker processes need them at the same time.
 
