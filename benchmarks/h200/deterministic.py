@@ -1,4 +1,4 @@
-"""Deterministic mode: its price, and the proof that no answer depends on its company.
+"""Deterministic mode: its price, and the proof that no answer depends on its batch.
 
     python benchmarks/h200/deterministic.py path/to/qwen3-0.6b path/to/llama-3.1-8b
 
@@ -6,7 +6,7 @@ Sections, each with its own processes, in this order:
 
 - `kinds`: S10 and its mutants over a tiny model of each kind, in both 16-bit types and with an FP8
   KV cache.
-- `answers`: prompts through the default model, each alone and then in company: arriving at random,
+- `answers`: prompts through the default model, each alone and then batched: arriving at random,
   preempted, with chunked prefill and cached prefixes; then the same with its EAGLE head. The number
   of answers that differ in a token or in a bit of a log probability.
 - `cells`: the workloads of slotzero/bench/workloads.py with random weights, default against
@@ -35,8 +35,14 @@ from stack import apart
 
 from slotzero.bench.clock import device_seconds
 from slotzero.bench.workloads import WORKLOADS
-from slotzero.certify.company import Guest, GuestAnswer, Round, in_company, serve_alone
-from slotzero.certify.company_faults import mutate_company
+from slotzero.certify.batch_invariance import (
+    RequestSpec,
+    Round,
+    ServedAnswer,
+    check_batch_invariance,
+    serve_alone,
+)
+from slotzero.certify.order_faults import mutate_order
 from slotzero.certify.start import start_engine
 from slotzero.config import EngineConfig
 from slotzero.errors import SlotzeroError
@@ -49,9 +55,9 @@ AT_ONCE = 4
 VARIANTS = ({"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_cache_dtype": "fp8"})
 MODES: tuple[dict[str, Any], ...] = ({}, {"deterministic": True})
 COLD_BYTES = 512 << 20  # of the copies of a weight: more than the L2 cache holds
-COMPANY = (
+ROUNDS = (
     Round("all at once", is_preempted=True),
-    Round("arriving at random, preempted", is_turned=True, is_spread=True, is_preempted=True,
+    Round("arriving at random, preempted", is_reversed=True, is_staggered=True, is_preempted=True,
           keeps_cache=True),
 )  # fmt: skip
 LONGEST = 900  # tokens of a prompt: more than the budget of a step
@@ -111,9 +117,9 @@ def certified(family: str, variant: dict[str, Any], with_mutants: bool) -> dict[
         engine = start_engine(config)
     except SlotzeroError as error:
         return {"refused": str(error)}
-    made: dict[str, Any] = {"violations": [str(found) for found in in_company(engine)]}
+    made: dict[str, Any] = {"violations": [str(found) for found in check_batch_invariance(engine)]}
     if with_mutants and not made["violations"]:
-        made["mutants"] = [str(mutant) for mutant in mutate_company(engine)]
+        made["mutants"] = [str(mutant) for mutant in mutate_order(engine)]
     return made
 
 
@@ -126,9 +132,9 @@ def run_answers(args: argparse.Namespace, keep: Any) -> None:
 
 
 def answered(
-    speculative: str | None, num: int, num_tokens: int, alone: list[GuestAnswer] | None
-) -> tuple[dict[str, Any], list[GuestAnswer]]:
-    """Return what differs in company from the answers alone, which are computed if not given."""
+    speculative: str | None, num: int, num_tokens: int, alone: list[ServedAnswer] | None
+) -> tuple[dict[str, Any], list[ServedAnswer]]:
+    """Return what differs from the answers alone, which are computed if not given."""
     engine = start_engine(
         EngineConfig(
             deterministic=True, show_progress=False, max_num_batched_tokens=BUDGET,
@@ -139,7 +145,7 @@ def answered(
     )  # fmt: skip
     assert engine.tokenizer is not None
     rng, texts = random.Random(0), [*written(), *held_out()]
-    guests = []
+    requests = []
     for i in range(num):
         text = " ".join(rng.sample(texts, rng.choice((1, 1, 3, 20))))
         prompt = engine.tokenizer.encode(text, add_special_tokens=False)[:LONGEST]
@@ -147,13 +153,13 @@ def answered(
             temperature=0.0 if i % 4 else 1.0, seed=i, max_tokens=num_tokens, ignore_eos=True,
             logprobs=2,
         )  # fmt: skip
-        guests.append(Guest(prompt, params))
-    alone = serve_alone(engine, guests) if alone is None else alone
-    found, stats = in_company(engine, COMPANY, guests, alone), engine.speculation
+        requests.append(RequestSpec(prompt, params))
+    alone = serve_alone(engine, requests) if alone is None else alone
+    found, stats = check_batch_invariance(engine, ROUNDS, requests, alone), engine.speculation
     made = {
         "prompts": num,
         "tokens": num_tokens,
-        "rounds": [turn.name for turn in COMPANY],
+        "rounds": [one.name for one in ROUNDS],
         "answers that differ": len(found),
         "first": [str(violation) for violation in found[:5]],
         "preemptions": engine.schedulers.num_preemptions,

@@ -18,7 +18,7 @@ ENGINE = "engine"
 LIVE_RULES = {
     "S8": "an answer equals the one recomputed from its tokens without cache, drafts or neighbours",
     "S9": "every slot and page has exactly the owners that the engine counts",
-    "S10": "a request has the same tokens, log probabilities and vector alone and in any company",
+    "S10": "a request has the same tokens, log probabilities and vector alone and in any batch",
     "S11": "what is copied belongs to its step, however late the device is",
 }
 """Rules of the checks that belong to no size. S7 is whether faults are caught, see mutants.py."""
@@ -72,7 +72,7 @@ class Certificate:
     """Runners of which some sizes were left out, with the reason."""
     num_all_sizes: int = 0
     """Number of sizes of all runners, checked or not."""
-    company: Cell | None = None
+    batch_invariance: Cell | None = None
     """The result of S10, which belongs to no size; None: it was not run."""
     copies: Cell | None = None
     """The result of S11, which belongs to no size; None: it was not run."""
@@ -85,7 +85,7 @@ class Certificate:
     def violations(self) -> Iterator[Violation]:
         sizes = self.sizes
         cells = sorted(self.cells, key=lambda c: (sizes.index(c.size), ORDER.index(c.check)))
-        cells += [cell for cell in (self.company, self.copies) if cell is not None]
+        cells += [cell for cell in (self.batch_invariance, self.copies) if cell is not None]
         return (violation for cell in cells for violation in cell.violations)
 
     @property
@@ -123,7 +123,7 @@ class Certificate:
             "seconds": round(self.seconds, 3),
             "left_out": {**self.uncertified, **{f"{cell.size} {cell.check}": cell.left_out
                                                 for cell in self.cells if cell.left_out}},
-            "requests alone and in company": _outcome(self.company),
+            "batch invariance": _outcome(self.batch_invariance),
             "copies with a late device": _outcome(self.copies),
             "failures": [asdict(violation) | {"rule": violation.rule}
                          for violation in self.violations],

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from slotzero.certify.batch_invariance import INVARIANCE, REQUESTS, check_batch_invariance
 from slotzero.certify.certify import all_sizes, certify, few_checks, few_sizes, left_out
-from slotzero.certify.company import COMPANY, REQUESTS, in_company
-from slotzero.certify.company_faults import mutate_company
 from slotzero.certify.late_device import COPIES, LATE_COPIES, late_copies
 from slotzero.certify.late_faults import mutate_copies
 from slotzero.certify.mutants import Mutant, mutate
+from slotzero.certify.order_faults import mutate_order
 from slotzero.certify.report import CHECKS, ENGINE, Cell, Certificate, Violation
 from slotzero.certify.scenarios import bounds_of, scenario_for
 from slotzero.certify.traffic import mutate_traffic
@@ -33,7 +33,7 @@ class CertifySession:
     ) -> None:
         """In deterministic mode, on one rank, S10 is run as well."""
         self._engine, self._is_quick = engine, is_quick
-        self._has_company = is_deterministic and not engine.worker.ranks.is_distributed
+        self._checks_invariance = is_deterministic and not engine.worker.ranks.is_distributed
         runners = engine.worker.runners
         self.plan = list(few_sizes(runners) if is_quick else all_sizes(runners))
         num_sizes = sum(len(list(runner.all_keys())) for runner in runners)
@@ -42,7 +42,7 @@ class CertifySession:
 
     @property
     def num_cells(self) -> int:
-        return len(self.plan) * len(CHECKS) + 1 + self._has_company
+        return len(self.plan) * len(CHECKS) + 1 + self._checks_invariance
 
     def certify(self, seen: Callable[[Cell], None] = lambda cell: None) -> Certificate:
         engine = self._engine
@@ -57,8 +57,10 @@ class CertifySession:
         certificate.copies = self._whole(
             COPIES, LATE_COPIES, lambda: late_copies(engine.worker), seen
         )
-        if self._has_company:
-            certificate.company = self._whole(REQUESTS, COMPANY, lambda: in_company(engine), seen)
+        if self._checks_invariance:
+            certificate.batch_invariance = self._whole(
+                REQUESTS, INVARIANCE, lambda: check_batch_invariance(engine), seen
+            )
         return certificate
 
     def _whole(
@@ -85,7 +87,7 @@ class CertifySession:
         mutants = [
             *mutate(engine, seen), *mutate_copies(engine, seen), *mutate_traffic(engine, seen)
         ]  # fmt: skip
-        return [*mutants, *mutate_company(engine, seen)] if self._has_company else mutants
+        return [*mutants, *mutate_order(engine, seen)] if self._checks_invariance else mutants
 
 
 def certify_rank(

@@ -169,10 +169,10 @@ def _print_certificate(certificate: "Certificate") -> None:
     if certificate.copies is not None:
         outcome = "FAIL" if certificate.copies.violations else "ok"
         print(f"S11, copies with a late device: {outcome} ({certificate.copies.seconds:.2f} s)")
-    company = certificate.company
-    if company is not None:
-        outcome = "FAIL" if company.violations else "ok"
-        print(f"S10, requests alone and in company: {outcome} ({company.seconds:.2f} s)")
+    invariance = certificate.batch_invariance
+    if invariance is not None:
+        outcome = "FAIL" if invariance.violations else "ok"
+        print(f"S10, batch invariance: {outcome} ({invariance.seconds:.2f} s)")
     for name, why in certificate.uncertified.items():
         print(f"left out: {name}: {why}")
     for size, check, why in _not_tried(certificate):

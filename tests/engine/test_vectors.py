@@ -1,4 +1,4 @@
-"""Tests of vectors in the engine: company, preemption, the cache, and the end of requests."""
+"""Tests of vectors in the engine: batches, preemption, the cache, and the end of requests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +50,7 @@ def alone(engine: Engine, prompt: list[int]) -> np.ndarray:
         ("mean", "llama", {"kv_cache_dtype": "fp8"}),
     ],
 )
-def test_a_vector_has_the_same_bits_in_any_company(
+def test_a_vector_has_the_same_bits_in_any_batch(
     kind: str, model: str, settings: dict[str, Any], overlaps: bool
 ) -> None:
     """On a CPU: in chunks, beside answers and scored prompts, after a cached prefix, preempted."""

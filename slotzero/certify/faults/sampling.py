@@ -1,6 +1,6 @@
 """Faults of sampling: a row is sampled with what belongs to another row of the step.
 
-The kernel itself is wrong, replayed or eager; only another order or company of rows shows it.
+The kernel itself is wrong, replayed or eager; only other rows, or another order of rows, show it.
 """
 
 from collections.abc import Callable, Iterator

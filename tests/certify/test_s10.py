@@ -1,4 +1,4 @@
-"""Tests of S10 on the CPU: requests alone and in company, in every tiny family, and its faults."""
+"""Tests of S10 on the CPU: batch invariance in every tiny family, and its faults."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,8 @@ import torch
 from traffic import engine_of
 
 from slotzero.certify import session
-from slotzero.certify.company import ROUNDS, Round, in_company, random_guests
-from slotzero.certify.company_faults import ORDER_FAULTS, mutate_company
+from slotzero.certify.batch_invariance import ROUNDS, Round, check_batch_invariance, random_requests
+from slotzero.certify.order_faults import ORDER_FAULTS, mutate_order
 from slotzero.certify.report import Violation
 from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.engine.engine import Engine
@@ -22,7 +22,7 @@ pytestmark = [
 SETTINGS = {"deterministic": True, "snapshot_interval": 16, "kv_cache_memory": 1 << 22}
 EVERYTHING = (
     Round("all at once"),
-    Round("mixed", is_turned=True, is_spread=True, is_preempted=True, keeps_cache=True),
+    Round("mixed", is_reversed=True, is_staggered=True, is_preempted=True, keeps_cache=True),
 )
 
 
@@ -35,35 +35,35 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", tiny_configs())
-def test_company_changes_no_bit(family):
+def test_a_batch_changes_no_bit(family):
     """Prompts are longer than a step, and prefixes are found in the cache."""
     engine = engine_of(family, "wide", backend="eager", **SETTINGS)
     assert engine.limits.is_deterministic
-    assert in_company(engine, EVERYTHING, random_guests(engine, 3)) == []
+    assert check_batch_invariance(engine, EVERYTHING, random_requests(engine, 3)) == []
     assert engine.schedulers.num_preemptions
 
 
-def test_company_changes_no_bit_of_recorded_steps():
+def test_a_batch_changes_no_bit_of_recorded_steps():
     engine = engine_of("llama", "wide", backend="cpu", **SETTINGS | {"max_num_seqs": 2})
-    assert in_company(engine, EVERYTHING, random_guests(engine, 3)) == []
+    assert check_batch_invariance(engine, EVERYTHING, random_requests(engine, 3)) == []
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon-h1"])
-def test_company_with_drafts_changes_no_bit(family):
-    """Alone there are no drafts; in company some are right and some wrong."""
+def test_a_batch_with_drafts_changes_no_bit(family):
+    """Alone there are no drafts; in the rounds some are right and some wrong."""
     more = {"speculative": "ngram", "speculative_steps": 2}
     engine = engine_of(family, "wide", backend="eager", **SETTINGS, **more)
-    assert in_company(engine, EVERYTHING, random_guests(engine, 4)) == []
+    assert check_batch_invariance(engine, EVERYTHING, random_requests(engine, 4)) == []
     assert 0 < engine.speculation.num_accepted_tokens < engine.speculation.num_draft_tokens
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
 def test_faults_of_the_order_of_summation_are_named(family):
     engine = engine_of(family, "wide", backend="eager", deterministic=True)
-    mutants = mutate_company(engine)
+    mutants = mutate_order(engine)
     assert [mutant.fault for mutant in mutants] == [fault.name for fault in ORDER_FAULTS]
     assert all(mutant.caught_by == "S10" and mutant.is_named for mutant in mutants)
-    assert in_company(engine, ROUNDS[:1]) == []  # everything is put back
+    assert check_batch_invariance(engine, ROUNDS[:1]) == []  # everything is put back
 
 
 def test_its_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +74,10 @@ def test_its_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return []
 
     monkeypatch.setattr(session, "certify", lambda certificate, *_, **__: certificate)
-    monkeypatch.setattr(session, "in_company", served)
+    monkeypatch.setattr(session, "check_batch_invariance", served)
     monkeypatch.setattr(session.time, "perf_counter", lambda: now[0])
     engine = engine_of("llama", "wide", backend="eager", **SETTINGS)
     made = session.CertifySession(engine, "tiny:llama", is_quick=True, is_deterministic=True)
     certificate = made.certify()
-    assert certificate.company is not None
-    assert (certificate.company.seconds, certificate.seconds) == (7, 7)
+    assert certificate.batch_invariance is not None
+    assert (certificate.batch_invariance.seconds, certificate.seconds) == (7, 7)

@@ -1,12 +1,12 @@
-"""S10: a request's tokens, log probabilities and vector are the same alone and in any company.
+"""S10, batch invariance: a request has the same tokens, log probabilities and vector alone and in
+any batch, as deterministic mode promises.
 
 Random requests are served one by one, without prefix cache and drafts. Then they are served in
-rounds: together, in another order, arriving while others run, with prompts cut by what is left of a
-step, preempted, with prefixes that earlier rounds have cached, and with drafts that are
-right or wrong. Every token, log probability and vector must be equal to the bit. Deterministic mode
-promises that.
+rounds: together, in another order, arriving while others run, with prompts in other chunks,
+preempted, with prefixes that earlier rounds have cached, and with drafts that are right or wrong.
+Every token, log probability and vector must be equal to the bit.
 
-The check knows nothing of kernels. It works on one rank only, like the live sanitizer.
+The check does not know kernels. It works on one rank only, like the live sanitizer.
 """
 
 import random
@@ -32,80 +32,80 @@ NUM_REQUESTS = 6
 ANSWER_LEN = 12
 NUM_LETTERS = 3  # of a request whose tokens repeat
 PREEMPTION_STEPS = 4  # between two preemptions
-REQUESTS, COMPANY = "requests", "S10"
+REQUESTS, INVARIANCE = "requests", "S10"
 
 
-class Guest(NamedTuple):
+class RequestSpec(NamedTuple):
     prompt: list[int]
     params: SamplingParams
 
 
-class GuestAnswer(NamedTuple):
+class ServedAnswer(NamedTuple):
     token_ids: list[int]
     logprobs: list[RowLogprobs]
     vector: Vector | None
 
 
 class Round(NamedTuple):
-    """What a request has beside it."""
+    """How all requests are served together."""
 
     name: str
-    is_turned: bool = False
-    """The requests come in the opposite order."""
-    is_spread: bool = False
+    is_reversed: bool = False
+    """Requests arrive in the opposite order."""
+    is_staggered: bool = False
     """Requests arrive while others run."""
     is_preempted: bool = False
     keeps_cache: bool = False
-    """Prefixes are found that the rounds before have cached."""
+    """Prefixes that earlier rounds have cached are reused."""
 
 
 ROUNDS = (
     Round("all at once"),
-    Round("in another order, arriving one by one", is_turned=True, is_spread=True),
-    Round("preempted", is_spread=True, is_preempted=True),
+    Round("in another order, arriving one by one", is_reversed=True, is_staggered=True),
+    Round("preempted", is_staggered=True, is_preempted=True),
     Round("with cached prefixes", keeps_cache=True),
-    Round("preempted, with cached prefixes", is_turned=True, is_preempted=True, keeps_cache=True),
+    Round("preempted, with cached prefixes", is_reversed=True, is_preempted=True, keeps_cache=True),
 )
 
 
-def in_company(
+def check_batch_invariance(
     engine: Engine,
     rounds: Sequence[Round] = ROUNDS,
-    guests: Sequence[Guest] | None = None,
-    alone: Sequence[GuestAnswer] | None = None,
+    requests: Sequence[RequestSpec] | None = None,
+    alone: Sequence[ServedAnswer] | None = None,
 ) -> list[Violation]:
     """Serve requests, by default random ones, alone and in every round. Return the first difference
     of each answer in each round. `alone`: the answers of another engine, if they are known."""
-    guests, violations = guests or random_guests(engine), list[Violation]()
-    alone = serve_alone(engine, guests) if alone is None else alone
+    requests, violations = requests or random_requests(engine), list[Violation]()
+    alone = serve_alone(engine, requests) if alone is None else alone
     cache, rng = engine.schedulers[0].ledger.cache, random.Random(0)
-    with _undisturbed(engine):
-        for turn in rounds:
-            if not turn.keeps_cache:
+    with _prepared(engine):
+        for current in rounds:
+            if not current.keeps_cache:
                 cache.clear()
-            order = range(len(guests))[:: -1 if turn.is_turned else 1]
-            served = _serve(engine, [guests[i] for i in order], turn, rng, f"{turn.name} ")
+            order = range(len(requests))[:: -1 if current.is_reversed else 1]
+            served = _serve(engine, [requests[i] for i in order], current, rng, f"{current.name} ")
             for i, answer in zip(order, served, strict=True):
-                violations += _differences(i, turn, answer, alone[i])
+                violations += _differences(i, current, answer, alone[i])
         cache.clear()
     return violations
 
 
-def serve_alone(engine: Engine, guests: Sequence[Guest]) -> list[GuestAnswer]:
+def serve_alone(engine: Engine, requests: Sequence[RequestSpec]) -> list[ServedAnswer]:
     """Serve requests one by one, without cached prefixes and drafts."""
-    cache, rng, answers = engine.schedulers[0].ledger.cache, random.Random(0), list[GuestAnswer]()
-    with _undisturbed(engine):
-        for i, (prompt, params) in enumerate(guests):
+    cache, rng, answers = engine.schedulers[0].ledger.cache, random.Random(0), list[ServedAnswer]()
+    with _prepared(engine):
+        for i, (prompt, params) in enumerate(requests):
             cache.clear()
-            guest = Guest(prompt, replace(params, speculative=False))
-            answers += _serve(engine, [guest], ROUNDS[0], rng, f"alone {i} ")
+            request = RequestSpec(prompt, replace(params, speculative=False))
+            answers += _serve(engine, [request], ROUNDS[0], rng, f"alone {i} ")
         cache.clear()
     return answers
 
 
 @contextmanager
-def _undisturbed(engine: Engine) -> Iterator[None]:
-    """Detach the live checks, and verify as many drafts as possible."""
+def _prepared(engine: Engine) -> Iterator[None]:
+    """Detach the live checks. Verify as many drafts as possible."""
     with ExitStack() as stack:
         stack.enter_context(swapped(engine, "sanitizer", None))
         if engine.worker.cycles:
@@ -114,7 +114,7 @@ def _undisturbed(engine: Engine) -> Iterator[None]:
         yield
 
 
-def random_guests(engine: Engine, num: int = NUM_REQUESTS) -> list[Guest]:
+def random_requests(engine: Engine, num: int = NUM_REQUESTS) -> list[RequestSpec]:
     """Return requests of many lengths. Some share a prefix; some repeat and continue a few letters,
     so that an n-gram drafter has drafts, right and wrong ones; some prompts exceed a step's token
     budget, if the context allows. Of every third prompt a vector is wanted, too."""
@@ -124,7 +124,7 @@ def random_guests(engine: Engine, num: int = NUM_REQUESTS) -> list[Guest]:
     letters = range(3, min(engine.worker.vocab_size, 200))
     few = letters[:NUM_LETTERS]
     shared = [rng.choice(letters) for _ in range(longest)]
-    guests = []
+    requests = []
     for i in range(num):
         size, bias = max(1, longest * (i + 1) // num), {}
         prompt = [rng.choice(letters) for _ in range(size)]
@@ -136,38 +136,38 @@ def random_guests(engine: Engine, num: int = NUM_REQUESTS) -> list[Guest]:
             temperature=float(i % 2), seed=i, max_tokens=ANSWER_LEN, ignore_eos=True, logprobs=2,
             logit_bias=bias,
         )  # fmt: skip
-        guests.append(Guest(prompt, params))
+        requests.append(RequestSpec(prompt, params))
         if i % 3 == 0:
-            guests.append(Guest(prompt, POOLED))
-    return guests
+            requests.append(RequestSpec(prompt, POOLED))
+    return requests
 
 
 def _serve(
-    engine: Engine, guests: Sequence[Guest], turn: Round, rng: random.Random, name: str
-) -> list[GuestAnswer]:
+    engine: Engine, requests: Sequence[RequestSpec], current: Round, rng: random.Random, name: str
+) -> list[ServedAnswer]:
     """Serve requests to their ends, as the round says."""
     answers: list[RequestHandle] = []
     num_steps = 0
-    while len(answers) < len(guests) or engine.has_work:
-        while len(answers) < len(guests):
-            answers.append(engine.add(f"{name}{len(answers)}", *guests[len(answers)]))
-            if turn.is_spread and rng.random() < 0.5:
+    while len(answers) < len(requests) or engine.has_work:
+        while len(answers) < len(requests):
+            answers.append(engine.add(f"{name}{len(answers)}", *requests[len(answers)]))
+            if current.is_staggered and rng.random() < 0.5:
                 break
         scheduler = engine.schedulers[0]
-        if turn.is_preempted and scheduler.num_running and num_steps % PREEMPTION_STEPS == 1:
+        if current.is_preempted and scheduler.num_running and num_steps % PREEMPTION_STEPS == 1:
             scheduler.preempt_last()
         engine.step()
         num_steps += 1
-    return [GuestAnswer(answer.token_ids, answer.logprobs, answer.vector) for answer in answers]
+    return [ServedAnswer(answer.token_ids, answer.logprobs, answer.vector) for answer in answers]
 
 
 def _differences(
-    index: int, turn: Round, answer: GuestAnswer, alone: GuestAnswer
+    index: int, current: Round, answer: ServedAnswer, alone: ServedAnswer
 ) -> Iterator[Violation]:
-    """Yield the first difference between an answer in company and alone."""
+    """Yield the first difference between an answer in a round and alone."""
     if alone.vector is not None and not _is_equal(alone.vector, answer.vector):
-        found = f"a vector that differs from the one alone; {turn.name}"
-        yield Violation(COMPANY, ENGINE, f"request {index}", POOLED_VECTOR, found)
+        found = f"a vector that differs from the one alone; {current.name}"
+        yield Violation(INVARIANCE, ENGINE, f"request {index}", POOLED_VECTOR, found)
         return
     right = zip(alone.token_ids, alone.logprobs, strict=True)
     made = zip(answer.token_ids, answer.logprobs, strict=True)
@@ -181,9 +181,9 @@ def _differences(
             tensor, got, expected = SAMPLED, its_token, token
         found = (
             f"{got!r} at position {position} of the answer where {expected!r} was expected, as "
-            f"alone; {turn.name}"
+            f"alone; {current.name}"
         )
-        yield Violation(COMPANY, ENGINE, f"request {index}", tensor, found)
+        yield Violation(INVARIANCE, ENGINE, f"request {index}", tensor, found)
         return
 
 

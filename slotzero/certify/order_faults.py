@@ -1,8 +1,8 @@
-"""Faults of the order of summation, and whether S10 names them.
+"""Faults in the order of summation, which S10 must catch.
 
 Each breaks one rule of docs/determinism.md in every layer. They need kernels that keep the rules,
-so that S10 finds nothing without them. Runners are run eagerly meanwhile, since what is recorded
-contains the kernels.
+so that S10 finds nothing without a fault. Steps run eagerly, because recordings contain the intact
+kernels.
 """
 
 import random
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slotzero.certify.company import in_company
+from slotzero.certify.batch_invariance import check_batch_invariance
 from slotzero.certify.faults.case import swapped
 from slotzero.certify.mutants import Mutant
 from slotzero.certify.report import ENGINE
@@ -135,16 +135,16 @@ def _in_parts(
     return total
 
 
-def mutate_company(
+def mutate_order(
     engine: Engine, seen: Callable[[Mutant], None] = lambda mutant: None
 ) -> list[Mutant]:
     """Try every fault. Restores the engine."""
-    for violation in in_company(engine):
+    for violation in check_batch_invariance(engine):
         raise ContractError(f"a check fails without any fault: {violation}")
     mutants = []
     for fault in ORDER_FAULTS:
         with fault.inject(engine):
-            violations = in_company(engine)
+            violations = check_batch_invariance(engine)
         named = dict.fromkeys(violation.tensor for violation in violations)
         caught_by = violations[0].check if violations else ""
         mutants.append(Mutant(ENGINE, LOGPROBS, fault.name, (), caught_by, tuple(named)))
