@@ -129,9 +129,9 @@ class Rank0(RemoteRanks):
         """Process ids of the other ranks on this machine."""
         return [process.pid for process in self._processes.values()]
 
-    def tell(self, messages: Sequence[Message]) -> None:
+    def send(self, messages: Sequence[Message]) -> None:
         if self._task is None:
-            super().tell(messages)
+            super().send(messages)
 
     def ask_for_stacks(self) -> None:
         for pid in self.pids:

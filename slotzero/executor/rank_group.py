@@ -34,7 +34,7 @@ class RankGroup:
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
 
-    def tell(self, messages: Sequence[Message]) -> None:
+    def send(self, messages: Sequence[Message]) -> None:
         """Send one message for each DP rank, before rank 0 runs its own."""
 
     def sampled(self, dp_rank: int) -> Arriving:
@@ -74,7 +74,7 @@ class RemoteRanks(RankGroup):
         super().__init__(ranks)
         self._connections, self._seconds = connections, seconds
 
-    def tell(self, messages: Sequence[Message]) -> None:
+    def send(self, messages: Sequence[Message]) -> None:
         for rank, connection in self._connections.items():
             try:
                 connection.send(messages[rank if self.ranks.dp_attention else 0])

@@ -1,9 +1,9 @@
 """Messages from rank 0 to the other ranks, which run the same steps in the same order.
 
 The message of a step has the writes to the tables, the slots that run, and the graphs to replay.
-Ranks that share attention heads sample the same tokens as rank 0, from the same logits, so no
-tokens are sent. With DP attention, a rank receives only the rows of its own requests, and sends
-their samples back.
+With tensor-parallel attention all ranks sample the same tokens from the same logits, so no tokens
+are sent. With DP attention, a rank receives only the rows of its own requests, and sends their
+samples back.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from slotzero.graph import GraphKey
 
 
 @dataclass(frozen=True)
-class Orders:
-    """One step of one DP rank."""
+class StepMessage:
+    """One step, for one DP rank."""
 
     writes: np.ndarray | None  # [2, n] int32: words of the tables and their values
     slots: list[int]
@@ -33,7 +33,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class Timing:
-    """Replay of a graph over empty rows, with which rank 0 measures how long it takes."""
+    """A replay over an empty step, so that rank 0 can measure how long it takes."""
 
     key: GraphKey
 
@@ -51,4 +51,4 @@ class Update:
     tensors: list[SentTensor]
 
 
-Message = Orders | Timing | Update
+Message = StepMessage | Timing | Update

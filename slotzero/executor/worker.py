@@ -18,7 +18,7 @@ from slotzero.executor.limits import Limits
 from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.results import Results
 from slotzero.executor.routed_experts import RoutedExperts
-from slotzero.executor.step_message import Message, Orders, SentTensor, Timing, Update
+from slotzero.executor.step_message import Message, SentTensor, StepMessage, Timing, Update
 from slotzero.executor.step_watch import StepWatch, Work
 from slotzero.executor.table_writer import TableWriter
 from slotzero.graph import GraphKey, NoCaptureSize, Registry, Runner
@@ -65,11 +65,11 @@ class Worker:
     prefills: tuple[Runner, ...]
     """In order of preference: a step runs on the first runner that has a size for it."""
     pooled_prefills: tuple[Runner, ...]
-    """The same for steps in which vectors of prompts are wanted. Unless the model is for vectors, a
-    size is recorded when it is first used."""
+    """The same for steps that compute vectors of prompts. Unless the model is an embedding
+    model or a reranker, a size is captured when it is first used."""
     scored_prefills: tuple[Runner, ...]
-    """The same for steps in which log probabilities of prompts are wanted, and maybe vectors. Few
-    are, so a size is recorded when it is first used."""
+    """The same for steps that compute log probabilities of prompts, and maybe vectors. They are
+    rare, so a size is captured when it is first used."""
     results: ResultRing
     pooled_results: ResultRing
     scored_results: ResultRing
@@ -101,7 +101,8 @@ class Worker:
         return self.registry.device.type == "cuda"
 
     def ring_of(self, runner: Runner) -> ResultRing | None:
-        """Return what sends the outputs of a step to the host if this is its last runner."""
+        """Return the ring that copies the outputs of a step to the host, if this runner writes
+        them all."""
         verified = () if self.speculation is None else (self.speculation.verified,)
         writes = {*runner.spec.writes}
         rings = (self.scored_results, self.pooled_results, self.results, *verified)
@@ -169,8 +170,8 @@ class Worker:
             return self._run(step, launches)
 
     def _run(self, step: Step, launches: Sequence[tuple[Runner, GraphKey]]) -> list[Results]:
-        orders = [
-            Orders(
+        messages = [
+            StepMessage(
                 writer.staging.take(),
                 [row.slot for row in rows],
                 [row.count for row in rows],
@@ -184,12 +185,12 @@ class Worker:
             )
             for writer, rows in zip(self.writers, step.rows_by_dp_rank, strict=True)
         ]
-        self.rank_group.tell(orders)
+        self.rank_group.send(messages)
         with torch.inference_mode():
-            self._launch(orders[0], launches)
-            downloads: list[Arriving] = [self._download(orders[0])]
-        downloads += [self.rank_group.sampled(dp_rank) for dp_rank in range(1, len(orders))]
-        names = self._ring(orders[0]).names
+            self._launch(messages[0], launches)
+            downloads: list[Arriving] = [self._download(messages[0])]
+        downloads += [self.rank_group.sampled(dp_rank) for dp_rank in range(1, len(messages))]
+        names = self._ring(messages[0]).names
         return [Results(download, names, step.width) for download in downloads]
 
     def run_message(self, message: Message) -> Arriving | None:
@@ -213,20 +214,20 @@ class Worker:
                 self._launch(message, launches)
             return self._download(message) if self.ranks.dp_attention else None
 
-    def _launch(self, orders: Orders, launches: Sequence[tuple[Runner, GraphKey]]) -> None:
+    def _launch(self, message: StepMessage, launches: Sequence[tuple[Runner, GraphKey]]) -> None:
         for runner, key in launches:
             if runner is self.decode:
-                _refuse_prompts(key, orders)
+                _refuse_prompts(key, message)
             with _explained(f"recording {key}"):
                 runner.prepare(key)
-        self.tables.put(orders.writes)
+        self.tables.put(message.writes)
         self.registry.begin_step()
-        self.registry.publish(SLOTS, orders.slots)
+        self.registry.publish(SLOTS, message.slots)
         if any(COUNTS in runner.spec.published for runner, _ in launches):
-            self.registry.publish(COUNTS, orders.counts)
+            self.registry.publish(COUNTS, message.counts)
         for runner, key in launches:
             with _explained(f"running {key}"):
-                runner.run(key, runner.num_tokens(sum(orders.counts), len(orders.slots)))
+                runner.run(key, runner.num_tokens(sum(message.counts), len(message.slots)))
 
     def _runner(self, key: GraphKey) -> Runner:
         return next(runner for runner in self.runners if runner.spec.name == key.runner)
@@ -240,7 +241,7 @@ class Worker:
         key = runner.pick(num_rows, num_rows)
         assert isinstance(key, GraphKey), key
         if key not in self._seconds:
-            self.rank_group.tell([Timing(key)] * len(self.writers))
+            self.rank_group.send([Timing(key)] * len(self.writers))
             with torch.inference_mode():
                 self._seconds[key] = runner.measure_seconds(key)
         return self._seconds[key]
@@ -261,7 +262,7 @@ class Worker:
         with torch.inference_mode():
             if ranks.is_distributed:
                 update = Update([_described(name, given.read(name)) for name in names])
-                self.rank_group.tell([update] * len(self.writers))
+                self.rank_group.send([update] * len(self.writers))
             for name in names:
                 tensor = given.read(name)
                 if ranks.is_distributed:
@@ -327,19 +328,19 @@ class Worker:
             return self.scored_prefills
         return self.pooled_prefills if step.is_pooled else self.prefills
 
-    def _download(self, orders: Orders) -> Download:
-        num_rows = len(orders.slots)
-        num_tokens = num_rows * orders.width if orders.width > 1 else sum(orders.counts)
-        ring = self._ring(orders)
-        return ring.download(num_rows, num_tokens, with_logprobs=orders.with_logprobs)
+    def _download(self, message: StepMessage) -> Download:
+        num_rows = len(message.slots)
+        num_tokens = num_rows * message.width if message.width > 1 else sum(message.counts)
+        ring = self._ring(message)
+        return ring.download(num_rows, num_tokens, with_logprobs=message.with_logprobs)
 
-    def _ring(self, orders: Orders) -> ResultRing:
-        if orders.width > 1:
+    def _ring(self, message: StepMessage) -> ResultRing:
+        if message.width > 1:
             assert self.speculation is not None
             return self.speculation.verified
-        if orders.is_scored:
+        if message.is_scored:
             return self.scored_results
-        return self.pooled_results if orders.is_pooled else self.results
+        return self.pooled_results if message.is_pooled else self.results
 
 
 def _picked(runners: Sequence[Runner], step: Step) -> tuple[Runner, GraphKey]:
@@ -353,12 +354,12 @@ def _picked(runners: Sequence[Runner], step: Step) -> tuple[Runner, GraphKey]:
     raise CapacityError(f"no capture size fits a planned step: {'; '.join(reasons)}")
 
 
-def _refuse_prompts(key: GraphKey, orders: Orders) -> None:
+def _refuse_prompts(key: GraphKey, message: StepMessage) -> None:
     """Raise if a row has more tokens than the one that a decode graph computes for each row."""
-    if sum(orders.counts) != len(orders.slots):
-        row = next(i for i, count in enumerate(orders.counts) if count != 1)
+    if sum(message.counts) != len(message.slots):
+        row = next(i for i, count in enumerate(message.counts) if count != 1)
         raise ContractError(
-            f"key {key} was dispatched with {orders.counts[row]} tokens in row {row}: it computes "
+            f"key {key} was dispatched with {message.counts[row]} tokens in row {row}: it computes "
             "one token of each row",
             tensor=COUNTS,
         )

@@ -17,7 +17,7 @@ from slotzero.config import EngineConfig
 from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.executor.build import build_worker
 from slotzero.executor.rank_group import RankGroup
-from slotzero.executor.step_message import Orders
+from slotzero.executor.step_message import StepMessage
 from slotzero.graph import GraphKey
 from slotzero.models.families.family import parse_config
 from slotzero.models.tensors import expected_tensors
@@ -83,7 +83,7 @@ def test_collectives_are_those_of_a_step(tmp_path, model, spread, apart):
     own = rows // ranks.num_dp_ranks
     slots, key = list(range(1, own + 1)), GraphKey("decode", own, own)
     ranks.heard.clear()
-    worker.run_message(Orders(None, slots, [1] * own, own, own, [key], 1, False))
+    worker.run_message(StepMessage(None, slots, [1] * own, own, own, [key], 1, False))
     load = step_model.Load(rows, 1)
     counted = list(step_model.calls(parse_config(checkpoint.config), ranks, load, FLOAT32))
     assert sorted(ranks.heard) == sorted(counted)

@@ -268,12 +268,12 @@ def test_scales_of_another_rank_are_named(ran, job, rank):
 
 def test_ranks_that_pick_different_sizes_end(capfd):
     llm = LLM("tiny:llama", tensor_parallel_size=2, rank_timeout=RANK_TIMEOUT, **TINY)
-    tell = llm.engine.rank_group.tell
+    send = llm.engine.rank_group.send
 
-    def tell_another(messages):
-        tell([replace(message, launches=[GraphKey("prefill", 128, 2)]) for message in messages])
+    def send_another(messages):
+        send([replace(message, launches=[GraphKey("prefill", 128, 2)]) for message in messages])
 
-    llm.engine.rank_group.tell = tell_another
+    llm.engine.rank_group.send = send_another
     with pytest.raises(RankLostError, match=r"rank 1 .* ended with exit code 5"):
         generate(llm)
     llm.engine.rank_group.close()

@@ -269,7 +269,7 @@ def test_a_collective_that_times_out_says_in_which_step(
         raise RuntimeError("Timed out waiting 300000ms for recv operation to complete")
 
     monkeypatch.setattr(llm.engine.worker, "_launch", time_out)
-    monkeypatch.setattr(llm.engine.rank_group, "tell", lambda messages: None)
+    monkeypatch.setattr(llm.engine.rank_group, "send", lambda messages: None)
     named = r"while running prefill\[.*\] with 1 row \(see --rank-timeout\): Timed out waiting"
     with pytest.raises(RankLostError, match=named):
         llm.generate([PROMPT], GREEDY, use_tqdm=False)
