@@ -17,15 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slotzero.checkpoint.bare_model import causal_config
+from slotzero.checkpoint.generation_config import default_sampling, generation_eos_token_ids
 from slotzero.checkpoint.text_part import text_config
-from slotzero.errors import (
-    CorruptCheckpointError,
-    ModelNotFoundError,
-    RequestError,
-    UnsupportedModelError,
-)
+from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.models.checkpoint import Checkpoint, Part
-from slotzero.sampling.params import SamplingParams
 from slotzero.system.json_file import (
     read_json,
     read_json_if_there,
@@ -36,10 +31,8 @@ from slotzero.text.tokenizer import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_GENERATION = "generation_config.json"
 _MODULES = "modules.json"
 _MODELOPT = "hf_quant_config.json"  # of older exports; newer ones have it in config.json
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @final
@@ -83,7 +76,7 @@ class FolderCheckpoint(Checkpoint):
         return Tokenizer.from_folder(self._path)
 
     def sampling(self) -> Mapping[str, Any]:
-        return folder_sampling(self._path)
+        return default_sampling(self._path)
 
     def modules(self) -> Sequence[tuple[str, Mapping[str, Any]]]:
         return folder_modules(self._path)
@@ -126,10 +119,6 @@ class FolderCheckpoint(Checkpoint):
 
 def folder_config(path: Path) -> dict[str, Any]:
     """Read the config of the text model in a folder."""
-    if not (path / "config.json").is_file():
-        found = sorted(file.name for file in path.glob("*.gguf"))
-        remedy = f"pass the file {path / found[0]}" if found else "pass a folder that has one"
-        raise ModelNotFoundError(f"{path} has no config.json; {remedy}")
     config = causal_config(text_config(read_json(path / "config.json")))
     exported = read_json_if_there(path / _MODELOPT)
     if exported and "quantization_config" not in config:
@@ -142,24 +131,7 @@ def folder_eos_token_ids(path: Path) -> tuple[int, ...]:
 
     generation_config.json lists more of them (end of turn, end of message) than config.json.
     """
-    generation = read_json_if_there(path / _GENERATION).get("eos_token_id")
-    return token_ids(generation) or token_ids(folder_config(path).get("eos_token_id"))
-
-
-def folder_sampling(path: Path) -> dict[str, Any]:
-    """Read the default sampling parameters from generation_config.json, if it exists."""
-    file = path / _GENERATION
-    stored = read_json_if_there(file)
-    found = {name: stored[name] for name in _SAMPLING if stored.get(name) is not None}
-    if isinstance(top_k := found.get("top_k"), float) and top_k.is_integer():
-        found["top_k"] = int(top_k)  # some files store it as a float
-    try:
-        SamplingParams(**found)
-    except RequestError as error:
-        raise CorruptCheckpointError(
-            f"{file}: {error}; correct it, or use --generation-config none"
-        ) from None
-    return found
+    return generation_eos_token_ids(path) or token_ids(folder_config(path).get("eos_token_id"))
 
 
 def folder_modules(path: Path) -> list[tuple[str, Mapping[str, Any]]]:

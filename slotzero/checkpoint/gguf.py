@@ -30,7 +30,7 @@ from slotzero.checkpoint.gguf_names import (
     llama3_scaling,
     pooling_modules,
 )
-from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
+from slotzero.errors import ConfigError, CorruptCheckpointError
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.quantization.gguf import BLOCK_FORMATS
 from slotzero.text.tokenizer import Tokenizer
@@ -50,7 +50,6 @@ class GgufCheckpoint(Checkpoint):
         self._data = map_file(path)
         header = parse_header(self._data, path)
         self._metadata = header.metadata
-        self._refuse_split()
         self.config = self._make_config(header.tensors)
         self.eos_token_ids = end_token_ids(header.metadata)
         self._tensors = {
@@ -101,14 +100,6 @@ class GgufCheckpoint(Checkpoint):
 
     def modules(self) -> Sequence[tuple[str, Mapping[str, Any]]]:
         return pooling_modules(self._metadata)
-
-    def _refuse_split(self) -> None:
-        num_files = self._metadata.get("split.count", 1)
-        if num_files > 1:
-            raise UnsupportedModelError(
-                f"{self.path} is one of {num_files} files; join them with "
-                "`llama-gguf-split --merge` and pass the result"
-            )
 
     def _make_config(self, tensors: dict[str, StoredTensor]) -> dict[str, Any]:
         embedding = tensors.get("token_embd.weight")

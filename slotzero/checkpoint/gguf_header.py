@@ -10,6 +10,7 @@ truncated file raises an error here and is never read beyond its end.
 
 import mmap
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -81,6 +82,7 @@ def parse_header(data: mmap.mmap, path: Path) -> GgufHeader:
     for _ in range(num_pairs):
         key = cursor.string()
         metadata[key] = cursor.value(cursor.u32())
+    _refuse_split(path, metadata)
     described = [cursor.tensor() for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
@@ -94,6 +96,15 @@ def parse_header(data: mmap.mmap, path: Path) -> GgufHeader:
         for name, shape, type_id, offset in described
     }
     return GgufHeader(metadata, tensors)
+
+
+def _refuse_split(path: Path, metadata: Mapping[str, Any]) -> None:
+    num_files = metadata.get("split.count", 1)
+    if num_files > 1:
+        raise UnsupportedModelError(
+            f"{path} is one of {num_files} files; join them with `llama-gguf-split --merge` and "
+            "pass the result"
+        )
 
 
 def _place(

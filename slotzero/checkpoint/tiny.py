@@ -9,12 +9,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from slotzero.checkpoint.dummy import DummyCheckpoint
+from slotzero.checkpoint.place import TINY_PREFIX, TinyModel
 from slotzero.errors import ModelNotFoundError
 from slotzero.models.families import gemma4_assistant
 from slotzero.models.families.family import families
-from slotzero.text.tokenizer import Tokenizer
-
-PREFIX = "tiny:"
 
 
 def tiny_configs() -> Mapping[str, Mapping[str, Any]]:
@@ -23,20 +21,20 @@ def tiny_configs() -> Mapping[str, Mapping[str, Any]]:
 
 
 def tiny_names() -> list[str]:
-    return [PREFIX + kind for kind in tiny_configs()]
+    return [TINY_PREFIX + kind for kind in tiny_configs()]
 
 
 def tiny_checkpoint(name: str) -> DummyCheckpoint:
-    config = {**tiny_configs(), **gemma4_assistant.TINY}.get(name.removeprefix(PREFIX))
+    config = {**tiny_configs(), **gemma4_assistant.TINY}.get(name.removeprefix(TINY_PREFIX))
     if config is None:
         near = get_close_matches(name, tiny_names(), n=3, cutoff=0.4)
         raise ModelNotFoundError(
-            f"no tiny model {name!r}; use {', '.join([*near, PREFIX + 'llama'])} or another one "
-            "that docs/models.md lists"
+            f"no tiny model {name!r}; use {', '.join([*near, TINY_PREFIX + 'llama'])} or another "
+            "one that docs/models.md lists"
         )
     return DummyCheckpoint(
         config,
         name,
         eos_token_ids=(config["eos_token_id"],),
-        make_tokenizer=Tokenizer.bytes_tokenizer,
+        make_tokenizer=TinyModel(name).tokenizer,
     )

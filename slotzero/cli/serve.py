@@ -125,15 +125,15 @@ def run(args: argparse.Namespace) -> int:
 def _of_model(config: EngineConfig) -> tuple["Tokenizer", Mapping[str, Any]]:
     """Return what this process needs from a model: its tokenizer, and the default sampling
     parameters."""
-    from slotzero.checkpoint.source import checkpoint_of
+    from slotzero.checkpoint.place import find_model
     from slotzero.text.chat_template import read_template
 
-    checkpoint = checkpoint_of(config)
-    sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
+    place = find_model(config.model)
+    sampling = place.sampling() if config.generation_config == "auto" else {}
     if sampling:
         shown = ", ".join(f"{name}={value}" for name, value in sampling.items())
         print(f"default sampling parameters from generation_config.json: {shown}", flush=True)
-    tokenizer = checkpoint.tokenizer()
+    tokenizer = place.tokenizer()
     if config.chat_template is not None:
         tokenizer.set_chat_template(read_template(config.chat_template))
     return tokenizer, sampling

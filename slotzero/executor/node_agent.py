@@ -15,7 +15,7 @@ from typing import Any
 
 from slotzero.distributed import secure_socket
 from slotzero.errors import ConfigError, RankLostError
-from slotzero.executor.nodes import End, Ended, Hello, Refusal, StartRanks
+from slotzero.executor.node_messages import End, Ended, Hello, Refusal, StartRanks
 from slotzero.system import child
 
 PATIENCE = 2.0  # seconds for ranks to end after their connection was closed

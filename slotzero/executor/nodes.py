@@ -15,8 +15,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,49 +23,13 @@ from slotzero import __version__
 from slotzero.config import EngineConfig
 from slotzero.distributed import secure_socket
 from slotzero.errors import ConfigError, RankLostError
+from slotzero.executor.node_messages import LISTENER, End, Hello, Refusal, StartRanks
 from slotzero.executor.rank_group import START_TIMEOUT, Rendezvous
 from slotzero.system.child import ending
 
-LISTENER = "SLOTZERO_LISTENER"
-"""File descriptor of a socket that listens already, if the parent process chose the port."""
 PER_NODE_SETTINGS = ("node_rank", "node_timeout", "master_addr", "show_progress")
 _POLL = 0.2
 _COMMAND = "slotzero serve with the same --nnodes, --master-addr and --master-port, and --node-rank"
-
-
-@dataclass(frozen=True)
-class Hello:
-    """The first message of a node."""
-
-    node_rank: int
-    given: Mapping[str, Any]
-    """Settings that the node was started with; node 0 decides all others."""
-    num_gpus: int | None
-    """Number of GPUs of the node; None if a launcher placed it, which has checked the number."""
-    version: str = __version__
-
-
-@dataclass(frozen=True)
-class Refusal:
-    why: str
-
-
-@dataclass(frozen=True)
-class StartRanks:
-    ranks: range
-    num_threads: int
-
-
-@dataclass(frozen=True)
-class Ended:
-    rank: int
-    pid: int
-    code: int
-
-
-@dataclass(frozen=True)
-class End:
-    """The last message to a node: the engine will not be restarted."""
 
 
 class Nodes:

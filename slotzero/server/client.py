@@ -394,7 +394,8 @@ class EngineClient:
     def _fail(self, why: str, code: int) -> None:
         self.failure = why
         self.exit_code = code if code > 0 else 1
-        _log.error("%s has failed and is not restarted: %s", self.name, why)
+        if self.info or self.share.size > 1:  # otherwise the server ends at once and says why
+            _log.error("%s has failed and is not restarted: %s", self.name, why)
         self._enter("failed")
 
     def _enter(self, state: State) -> None:

@@ -31,7 +31,7 @@ from slotzero.config import EngineConfig
 from slotzero.distributed import secure_socket
 from slotzero.errors import ConfigError, RankLostError
 from slotzero.executor.node_agent import NodeAgent
-from slotzero.executor.nodes import LISTENER, Hello
+from slotzero.executor.node_messages import LISTENER, Hello
 from slotzero.server.share import THREADS, Share
 from slotzero.system import child
 

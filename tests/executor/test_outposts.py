@@ -20,7 +20,8 @@ from slotzero.config import EngineConfig
 from slotzero.distributed import secure_socket
 from slotzero.errors import ConfigError, RankLostError, SlotzeroError
 from slotzero.executor.node_agent import NodeAgent
-from slotzero.executor.nodes import Hello, Nodes
+from slotzero.executor.node_messages import Hello
+from slotzero.executor.nodes import Nodes
 from slotzero.executor.rank0 import start_ranks
 from slotzero.executor.rank_group import LOOPBACK, interface_towards
 

@@ -221,6 +221,7 @@ def test_all_tiles_of_one_order_take_the_same_matrix_instructions(monkeypatch):
     assert len(products) == 5
     assert not any("mma.sync" in one.asm["ptx"] for one in compiled)
     assert not any("fma.rn.f32" in one.asm["ptx"] for one in products[:3])  # none is contracted
+    assert "m64n8k16" in products[3].asm["ptx"]  # few pairs are the second operand
 
 
 PAGED = ("decode", "decode_stream_k", "verify", "prefill", "mla", "mla_plan", "mla_prefill",

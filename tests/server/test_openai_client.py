@@ -548,6 +548,7 @@ def test_a_server_that_cannot_start_ends_with_one_line(
     lines = [line for line in run.stderr.splitlines() if line.startswith("slotzero: error: ")]
     assert len(lines) == 1
     assert names in lines[0]
+    assert run.stderr.count(lines[0].removeprefix("slotzero: error: ")) == 1
     assert "Traceback" not in run.stderr
 
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from slotzero.errors import (
     ConfigError,
 )
 from slotzero.server.settings import ServerSettings
+from slotzero.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(
@@ -92,6 +94,33 @@ def test_the_help_imports_nothing_heavy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""
+
+
+SERVE_WITHOUT_ENGINES = """
+import sys
+from slotzero.cli import main, serve
+
+async def build_the_app_only(*_):
+    pass
+
+serve._serve = build_the_app_only
+for model in sys.argv[1:]:
+    assert main.main(["serve", model, "--port", "0"]) == 0
+assert main.main(["serve", "no-such-model", "--port", "0"]) == 3
+assert main.main(["serve", "tiny:llama", "--page-size", "3"]) == 2
+print("heavy:", *{"torch", "transformers", "safetensors"} & set(sys.modules))
+"""
+
+
+def test_the_http_process_does_not_import_torch(tmp_path: Path) -> None:
+    """See also Server.end, which asserts this of every server that a test starts."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
+    Tokenizer.bytes_tokenizer()._backend.save(str(tmp_path / "tokenizer.json"))
+    words = [SERVE_WITHOUT_ENGINES, "tiny:llama", "smollm2", str(tmp_path)]
+    run = subprocess.run([sys.executable, "-c", *words], capture_output=True, text=True)
+    assert "temperature=0.6" in run.stdout, run.stderr
+    assert run.stdout.splitlines()[-1] == "heavy:"
 
 
 def test_missing_packages_are_named(

@@ -85,6 +85,9 @@ class Server:
         wait_until(is_idle)
 
     def end(self) -> int:
+        """End the server and return its exit code; its HTTP process must not have loaded torch."""
+        maps = Path(f"/proc/{self.process.pid}/maps")
+        assert not maps.exists() or "libtorch" not in maps.read_text()
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE)
 

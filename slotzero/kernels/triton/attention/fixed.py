@@ -50,27 +50,74 @@ from slotzero.kernels.triton.launch import (
 from slotzero.kernels.triton.linear.activation import LOG2E, tanh
 from slotzero.kernels.types import NO_BRANCHES, Heads, PagedKv
 
+FIRST_OPERAND, SECOND_OPERAND = 64, 8  # the fewest rows and columns that `wgmma` computes
+FEWEST_PAIRS = 32  # up to here, pairs are the second operand; a tile of 64 would be mostly empty
 UNIT = tl.constexpr(2.0**22)  # of softmax weights that are added as integers
 WIDE_UNIT = tl.constexpr(2.0**40)  # in float32
 
 
 class FixedShape(NamedTuple):
-    """Launch shape of the attention kernel. Only `pairs` may differ between steps of a model."""
+    """Launch shape of the attention kernel. Only `keys` must be the same in all steps."""
 
     pairs: int
     keys: int
     warps: int
     stages: int
+    keys_first: bool = False
 
 
 @triton.jit
-def _sum_of_weights(weight, EXACT: tl.constexpr):
+def _by_pair(x, KEYS_FIRST: tl.constexpr):
+    """Expand values of pairs to a tile, whose rows are pairs, or its columns with KEYS_FIRST."""
+    if KEYS_FIRST:
+        return x[None, :]
+    else:  # noqa: RET505
+        return x[:, None]
+
+
+@triton.jit
+def _across_pairs(x, KEYS_FIRST: tl.constexpr):
+    """Expand values of keys, or of value dimensions, to a tile."""
+    if KEYS_FIRST:
+        return x[:, None]
+    else:  # noqa: RET505
+        return x[None, :]
+
+
+@triton.jit
+def _scores(query, keys, before, KEYS_FIRST: tl.constexpr):
+    """Add the products of queries [pairs, dim] and keys [keys, dim] to `before`, if it is given."""
+    if KEYS_FIRST:
+        return tl.dot(keys, tl.trans(query), before, input_precision="ieee")
+    else:  # noqa: RET505
+        return tl.dot(query, tl.trans(keys), before, input_precision="ieee")
+
+
+@triton.jit
+def _sums_of_values(weight, values, acc, KEYS_FIRST: tl.constexpr):
+    """Add values [keys, value_dim] times softmax weights to `acc`."""
+    if KEYS_FIRST:
+        return tl.dot(tl.trans(values), weight, acc, input_precision="ieee")
+    else:  # noqa: RET505
+        return tl.dot(weight, values, acc, input_precision="ieee")
+
+
+@triton.jit
+def _no_values(PAIRS: tl.constexpr, VALUES: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    if KEYS_FIRST:
+        return tl.zeros([VALUES, PAIRS], tl.float32)
+    else:  # noqa: RET505
+        return tl.zeros([PAIRS, VALUES], tl.float32)
+
+
+@triton.jit
+def _sum_of_weights(weight, AXIS: tl.constexpr, EXACT: tl.constexpr):
     """Sum softmax weights, at most 1, over the keys of a tile, in no order."""
     if EXACT:
         whole = (weight.to(tl.float64) * WIDE_UNIT).to(tl.int64)
-        return (tl.sum(whole, axis=1).to(tl.float64) / WIDE_UNIT).to(tl.float32)
+        return (tl.sum(whole, axis=AXIS).to(tl.float64) / WIDE_UNIT).to(tl.float32)
     else:  # noqa: RET505
-        return tl.sum(as_integers(weight * UNIT), axis=1).to(tl.float32) * (1.0 / UNIT)
+        return tl.sum(as_integers(weight * UNIT), axis=AXIS).to(tl.float32) * (1.0 / UNIT)
 
 
 @triton.jit
@@ -100,7 +147,7 @@ def _empty_softmax(sinks, head, inside, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _merge(peak, total, acc, its_peak, its_total, its_acc):
+def _merge(peak, total, acc, its_peak, its_total, its_acc, KEYS_FIRST: tl.constexpr):
     """Add a chunk to the softmax over the chunks before it. One without visible keys leaves it
     unchanged to the bit."""
     is_seen = its_peak > float("-inf")
@@ -108,8 +155,9 @@ def _merge(peak, total, acc, its_peak, its_total, its_acc):
     level = tl.where(is_seen, new_peak, 0.0)
     old, new = tl.exp2(peak - level), tl.exp2(its_peak - level)
     total = tl.where(is_seen, total * old + its_total * new, total)
-    merged = tl.fma(acc, old[:, None], its_acc * new[:, None])
-    acc = tl.where(is_seen[:, None], merged, acc)
+    added = its_acc * _by_pair(new, KEYS_FIRST)
+    merged = tl.fma(acc, _by_pair(old, KEYS_FIRST), added)
+    acc = tl.where(_by_pair(is_seen, KEYS_FIRST), merged, acc)
     return tl.where(is_seen, new_peak, peak), total, acc
 
 
@@ -124,13 +172,15 @@ def _attend_kernel(
     TOKENS: tl.constexpr, PARTS: tl.constexpr, PAIR_PARTS: tl.constexpr, PAIRS: tl.constexpr,
     STORED_PAIRS: tl.constexpr, DIM_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
     RUNS: tl.constexpr, EXACT: tl.constexpr, MLA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend from the tokens of a block to all of its keys or, with RUNS, to a run of chunks.
 
     PARTS: programs that share a block's value dimensions; PAIR_PARTS: its pairs. A key has DIM
     numbers and REST more, which are multiplied after them. A stored row has ROW numbers for each KV
-    head; its key begins it, and its value begins at VALUES_AT."""
+    head; its key begins it, and its value begins at VALUES_AT. With KEYS_FIRST, keys and value
+    dimensions are the first operands of products, and pairs the second."""
     may_follow(PDL)
     part, kv_head = tl.program_id(0) % PARTS, tl.program_id(0) // (PARTS * PAIR_PARTS)
     first_pair = tl.program_id(0) // PARTS % PAIR_PARTS * PAIRS
@@ -145,6 +195,7 @@ def _attend_kernel(
         first_chunk, last_chunk = tl.load(first_of + run), tl.load(last_of + run)
         count, store = tl.load(count_of + run), tl.load(store_of + run)
     group: tl.constexpr = HEADS // KV_HEADS
+    keys_axis: tl.constexpr = 0 if KEYS_FIRST else 1
     pair, dim = first_pair + tl.arange(0, PAIRS), tl.arange(0, DIM_BLOCK)
     rest = DIM + tl.arange(0, REST_BLOCK)
     value_dim = part * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
@@ -193,7 +244,7 @@ def _attend_kernel(
     k_pages = kv_pages + kv_head * ROW
     v_pages = k_pages + VALUES_AT
     all_peak, all_total = _empty_softmax(sinks, head, offset < TOKENS, PAIRS)
-    all_acc = tl.zeros([PAIRS, VALUE_BLOCK], tl.float32)
+    all_acc = _no_values(PAIRS, VALUE_BLOCK, KEYS_FIRST)
     peak = tl.full([PAIRS], float("-inf"), tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     acc = all_acc
@@ -203,7 +254,9 @@ def _attend_kernel(
     stored = (kv_head * STORED_PAIRS + pair).to(tl.int64)
     beside = (kv_head * (PARTS - 1) + part) * STORED_PAIRS  # every part has its own peaks
     is_stored = real & (pair < STORED_PAIRS)
-    within = is_stored[:, None] & (value_dim < VALUE_DIM)[None, :]
+    is_value = _across_pairs(value_dim < VALUE_DIM, KEYS_FIRST)
+    its_dim = _across_pairs(value_dim, KEYS_FIRST)
+    within = _by_pair(is_stored, KEYS_FIRST) & is_value
     for first in tl.range(begin, length, KEYS):
         key = first + tl.arange(0, KEYS)
         in_page = tl.arange(0, KEYS) % PAGE if KEYS % PAGE == 0 else key % PAGE
@@ -219,48 +272,58 @@ def _attend_kernel(
         values = numbers(tl.load(values, mask=present, other=0.0), query.dtype)
         # The pages of the next tile are known one tile ahead, so that its loads can run ahead.
         page = tl.load(pages + (key + KEYS) // PAGE, mask=key + KEYS < length, other=0)
-        score = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        score = _scores(query, keys, None, KEYS_FIRST)
         if REST > 0:
             inner = known[:, None] & (rest < DIM + REST)[None, :]
             others = tl.load(k_pages + (source[:, None] + rest[None, :]), mask=inner, other=0.0)
             others = numbers(others, query.dtype)
-            score = tl.dot(rest_query, tl.trans(others), score, input_precision="ieee")
+            score = _scores(rest_query, others, score, KEYS_FIRST)
         unit = scale
         if SOFTCAP is not None:
             score, unit = tanh(score * scale), SOFTCAP * LOG2E
         if seen is not None:
             if first + KEYS > tree_start:  # the tile reaches into a tree
-                mine = sees(key[None, :], base[:, None], bits[:, None])
-                score = tl.where(mine & known[None, :], score, float("-inf"))
+                its_base, its_bits = _by_pair(base, KEYS_FIRST), _by_pair(bits, KEYS_FIRST)
+                mine = sees(_across_pairs(key, KEYS_FIRST), its_base, its_bits)
+                mine = mine & _across_pairs(known, KEYS_FIRST)
+                score = tl.where(mine, score, float("-inf"))
         elif first + KEYS > start + 1:  # the tile crosses the diagonal
-            score = tl.where(key[None, :] <= (start + offset)[:, None], score, float("-inf"))
+            last_seen = _by_pair(start + offset, KEYS_FIRST)
+            score = tl.where(_across_pairs(key, KEYS_FIRST) <= last_seen, score, float("-inf"))
         if WINDOW is not None:
-            score = tl.where(key[None, :] < since[:, None], float("-inf"), score)
-        new_peak = tl.maximum(peak, tl.max(score, axis=1) * unit)
+            is_before = _across_pairs(key, KEYS_FIRST) < _by_pair(since, KEYS_FIRST)
+            score = tl.where(is_before, float("-inf"), score)
+        new_peak = tl.maximum(peak, tl.max(score, axis=keys_axis) * unit)
         level = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weight = tl.exp2(tl.fma(score, unit, -level[:, None]))
+        weight = tl.exp2(tl.fma(score, unit, -_by_pair(level, KEYS_FIRST)))
         shrink = tl.exp2(peak - level)
-        total = total * shrink + _sum_of_weights(weight, EXACT)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weight.to(values.dtype), values, acc, input_precision="ieee")
+        total = total * shrink + _sum_of_weights(weight, keys_axis, EXACT)
+        acc = acc * _by_pair(shrink, KEYS_FIRST)
+        acc = _sums_of_values(weight.to(values.dtype), values, acc, KEYS_FIRST)
         peak = new_peak
         if (first + KEYS >= end) | (first + KEYS >= length):
             if RUNS:  # noqa: SIM102  decided at compile time
                 if count > 1:
                     at = (store + chunk) * (KV_HEADS * STORED_PAIRS) + stored
-                    _store_in_halves(
-                        partial + at * VALUE_DIM, acc, is_stored, part * VALUE_BLOCK, VALUE_DIM,
-                        PAIRS, VALUE_BLOCK,
-                    )  # fmt: skip
+                    if KEYS_FIRST:
+                        to_at = partial + _by_pair(at * VALUE_DIM, KEYS_FIRST) + its_dim
+                        tl.store(to_at, acc, mask=within)
+                    else:
+                        _store_in_halves(
+                            partial + at * VALUE_DIM, acc, is_stored, part * VALUE_BLOCK, VALUE_DIM,
+                            PAIRS, VALUE_BLOCK,
+                        )  # fmt: skip
                     at += (store + chunk) * (KV_HEADS * STORED_PAIRS) * (PARTS - 1) + beside
                     tl.store(peaks + at, peak, mask=is_stored)
                     tl.store(totals + at, total, mask=is_stored)
-            all_peak, all_total, all_acc = _merge(all_peak, all_total, all_acc, peak, total, acc)
+            all_peak, all_total, all_acc = _merge(
+                all_peak, all_total, all_acc, peak, total, acc, KEYS_FIRST
+            )
             chunk += 1
             end = chunk_begin(chunk + 1)
             peak = tl.full([PAIRS], float("-inf"), tl.float32)
             total = tl.zeros([PAIRS], tl.float32)
-            acc = tl.zeros([PAIRS, VALUE_BLOCK], tl.float32)
+            acc = _no_values(PAIRS, VALUE_BLOCK, KEYS_FIRST)
     if RUNS:  # noqa: SIM102  decided at compile time
         if count > 1:
             tl.debug_barrier()  # all writes of the program, then the count that publishes them
@@ -270,22 +333,22 @@ def _attend_kernel(
             tl.store(done, 0)  # for the next layer
             tl.debug_barrier()
             all_peak, all_total = _empty_softmax(sinks, head, offset < TOKENS, PAIRS)
-            all_acc = tl.zeros([PAIRS, VALUE_BLOCK], tl.float32)
+            all_acc = _no_values(PAIRS, VALUE_BLOCK, KEYS_FIRST)
             # The loads of the next chunks run ahead.
             for each in tl.range(chunk_of(all_begin), last_of_all, num_stages=3):
                 at = (store + each) * (KV_HEADS * STORED_PAIRS) + stored
-                from_at = partial + at[:, None] * VALUE_DIM + value_dim[None, :]
+                from_at = partial + _by_pair(at * VALUE_DIM, KEYS_FIRST) + its_dim
                 its_acc = tl.load(from_at, mask=within, other=0.0)
                 at += (store + each) * (KV_HEADS * STORED_PAIRS) * (PARTS - 1) + beside
                 its_peak = tl.load(peaks + at, mask=is_stored, other=float("-inf"))
                 its_total = tl.load(totals + at, mask=is_stored, other=0.0)
                 all_peak, all_total, all_acc = _merge(
-                    all_peak, all_total, all_acc, its_peak, its_total, its_acc
+                    all_peak, all_total, all_acc, its_peak, its_total, its_acc, KEYS_FIRST
                 )
-    out_at = out + ((token + offset) * HEADS + head)[:, None] * VALUE_DIM + value_dim[None, :]
-    inside = is_mine[:, None] & (value_dim < VALUE_DIM)[None, :]
-    result = all_acc / tl.where(all_total > 0, all_total, 1.0)[:, None] * v_scale
-    result = tl.where(real[:, None], result, 0.0)
+    out_at = out + _by_pair(((token + offset) * HEADS + head) * VALUE_DIM, KEYS_FIRST) + its_dim
+    inside = _by_pair(is_mine, KEYS_FIRST) & is_value
+    result = all_acc / _by_pair(tl.where(all_total > 0, all_total, 1.0), KEYS_FIRST) * v_scale
+    result = tl.where(_by_pair(real, KEYS_FIRST), result, 0.0)
     tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -319,8 +382,8 @@ def attend(
         WINDOW=heads.window, CHUNKED=heads.is_chunked, SOFTCAP=heads.softcap,
         PAGE=kv.pages.shape[1], TOKENS=plan.size, PARTS=parts, PAIR_PARTS=pair_parts,
         PAIRS=shape.pairs, STORED_PAIRS=pairs, DIM_BLOCK=padded_dim(dim - rest),
-        REST_BLOCK=padded_dim(rest), VALUE_BLOCK=min(VALUE_DIMS, padded_dim(value_dim)),
-        KEYS=shape.keys,
+        REST_BLOCK=padded_dim(rest), VALUE_BLOCK=value_block(value_dim, shape),
+        KEYS=shape.keys, KEYS_FIRST=shape.keys_first,
         RUNS=runs is not None, EXACT=q.dtype is torch.float32, MLA=heads.mla is not None,
         num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
@@ -333,6 +396,15 @@ def shape_for(pairs: int, dim: int, dtype: torch.dtype) -> FixedShape:
     if dtype.itemsize > 2:  # scalar multiply-adds, for exactness rather than speed
         return FixedShape(triton.next_power_of_2(max(16, pairs)), 16, 4, 2)
     keys = 64 if dim <= 256 else 32
+    if pairs <= FEWEST_PAIRS and keys == FIRST_OPERAND:
+        pairs = triton.next_power_of_2(max(SECOND_OPERAND, pairs))
+        return FixedShape(pairs, keys, 4, 3 if dim <= 128 else 2, keys_first=True)
     if pairs <= FEW_PAIRS:  # two programs share a multiprocessor
         return FixedShape(FEW_PAIRS, keys, 4, 2)
     return FixedShape(MANY_PAIRS, keys, 8, 3 if dim <= 128 and shared_memory() >= 160 << 10 else 2)
+
+
+def value_block(value_dim: int, shape: FixedShape) -> int:
+    """Return the value dimensions of a program, as many as `wgmma` takes of its first operand."""
+    fewest = FIRST_OPERAND if shape.keys_first else 1
+    return min(VALUE_DIMS, max(fewest, padded_dim(value_dim)))
