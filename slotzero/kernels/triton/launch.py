@@ -1,11 +1,11 @@
 """Kernel launches: compiled ahead in parallel, and overlapping by programmatic dependent launch.
 
 A kernel launched with `**overlap()` starts while the previous one still runs (programmatic
-dependent launch, PDL, on cards that support it). Two rules make that safe, and every kernel with a
-PDL argument keeps both: call `may_follow` first, so that the next kernel can start in turn; call
-`wait_for_writer` in every program before accessing anything that an earlier kernel writes. Before
-the wait, a kernel may read only constants, and data written before the last kernel that was
-launched without overlap. A prefetch into the L2 cache (`prefetch_weights`) is not a read.
+dependent launch, PDL, on cards that support it). Every kernel with a PDL argument keeps two rules
+that make this safe: call `may_follow` first, so that the next kernel can start; and in every
+program call `wait_for_writer` before accessing anything that an earlier kernel writes. Before the
+wait, a kernel may read only constants, and data written before the last kernel that was launched
+without overlap. A prefetch into the L2 cache (`prefetch_weights`) is not a read.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

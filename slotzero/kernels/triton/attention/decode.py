@@ -1,15 +1,16 @@
 """Paged attention of a decode step: one token per row, each row with its own length.
 
-The grid of a graph size is fixed; `plan` derives its distribution in the graph, once per step. The
+The grid of a captured size is fixed; `plan` assigns the work to it in the graph, once per step. The
 keys that a row sees (all, or the window at its end) are cut into chunks of one common size, chosen
-so that all chunks fit the grid, and one program takes one chunk of one KV head. The program that
-finishes a row last merges its chunks, in order, so the result does not depend on which one that is.
-Only the program with the newest position counts the sink.
+so that all chunks fit the grid, and each program computes one chunk of one KV head. The last
+program of a row to finish merges its chunks, in their order, so the result does not depend on which
+program that is. The attention sink is counted in the chunk with the newest position only.
 
-Each program norms and rotates its own query heads. The one with the newest position also does so
-for the key, stores it with the value, and attends to both without reading them back. Layers that do
-not store find them in the pages, written earlier in this step. Rows of slot 0 store nothing and get
-zeros. Earlier steps wrote the pages of all positions before, so they are read before the wait.
+Every program applies norm and RoPE to the query heads of its KV head. The program of the newest
+position also does so for the key, stores key and value, and attends to them in registers. In layers
+that do not store, they are read from the pages, where an earlier layer stored them in this step.
+Rows of slot 0 store nothing and get zeros. All earlier positions were stored in earlier steps, so
+their pages are read before `wait_for_writer`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -39,33 +40,35 @@ from slotzero.kernels.types import Angles, Heads, PagedKv, QkNorms
 
 @triton.jit(do_not_specialize=["rows", "num_done", "num_chunks", "spare", "smallest"])
 def plan_kernel(
-    slots, positions, stands, rows,
+    slots, positions, query_positions, rows,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done,
     num_done, num_chunks, spare, smallest,
-    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SPAN: tl.constexpr, APART: tl.constexpr,
-    BEFORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SPAN: tl.constexpr, SPLIT_NEWEST: tl.constexpr,
+    MAY_BE_EMPTY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the plan, in one program. Never launched with overlap: the kernels after it may read
-    the plan without a wait. A window reaches back from the position of the first of a row's SPAN
-    tokens. With APART the newest position, which is not stored yet, is a chunk of its own. With
-    BEFORE a row may begin at position -1, before any key."""
+    """Compute the plan, in one program. Never launched with overlap, so that later kernels may read
+    the plan without a wait.
+
+    `query_positions`: by token, SPAN per row; a window reaches back from the first of a row. With
+    SPLIT_NEWEST the newest position, which is not stored yet, is a separate chunk. With
+    MAY_BE_EMPTY a row may begin at position -1, and has no keys then."""
     r = tl.arange(0, ROWS)
     slot = tl.load(slots + r, mask=r < rows, other=0)
     position = tl.load(positions + r, mask=r < rows, other=0)
     length = tl.where(slot > 0, position + 1, 0)
-    if BEFORE:
+    if MAY_BE_EMPTY:
         length = tl.maximum(length, 0)
     low = tl.zeros_like(length)  # the first key that the row sees
     if WINDOW is not None:
-        stand = tl.load(stands + r * SPAN, mask=slot > 0, other=0)
-        low = tl.where(slot > 0, first_seen(stand, WINDOW, CHUNKED), 0)
+        query_position = tl.load(query_positions + r * SPAN, mask=slot > 0, other=0)
+        low = tl.where(slot > 0, first_seen(query_position, WINDOW, CHUNKED), 0)
     stored = length
-    if APART:
+    if SPLIT_NEWEST:
         stored = tl.maximum(length - 1, 0)
     seen = stored - low
     share = tl.cdiv(tl.sum(seen.to(tl.int64), axis=0), spare).to(tl.int32)
     chunk = tl.maximum(tl.cdiv(share, smallest), 1) * smallest
-    count = tl.cdiv(seen, chunk) + 1 if APART else tl.maximum(tl.cdiv(seen, chunk), 1)
+    count = tl.cdiv(seen, chunk) + 1 if SPLIT_NEWEST else tl.maximum(tl.cdiv(seen, chunk), 1)
     count = tl.where(r < rows, count, 0)
     last = tl.cumsum(count, axis=0)
     first = last - count
@@ -74,7 +77,7 @@ def plan_kernel(
         tl.store(row_of + first + i, r, mask=mine)
         tl.store(slot_of + first + i, slot, mask=mine)
         begin, end = low + i * chunk, tl.minimum(low + (i + 1) * chunk, stored)
-        if APART:
+        if SPLIT_NEWEST:
             begin, end = tl.minimum(begin, stored), tl.where(i == count - 1, length, end)
         tl.store(begin_of + first + i, begin, mask=mine)
         tl.store(end_of + first + i, end, mask=mine)
@@ -100,7 +103,7 @@ def load_norm(norm, half, DIM: tl.constexpr):
 
 @triton.jit
 def norm_and_rotate(a, b, by_a, by_b, cos, sin, eps, DIM: tl.constexpr, NORM: tl.constexpr):
-    """Norm and rotate heads in two halves, [heads, half] each; round where torch_ops.py rounds."""
+    """Apply norm and RoPE to heads in two halves, [heads, half] each, rounding as torch_ops.py."""
     dtype = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
     if NORM:
@@ -130,7 +133,7 @@ def load_pages(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Load keys in two halves, [half, keys] each, and values; zeros if not known."""
+    """Load keys in two halves, [half, keys] each, and values; zeros where `known` is false."""
     size: tl.constexpr = DIM + VALUE_DIM
     row = (page * PAGE + key % PAGE) * KV_HEADS + kv_head
     key_at = kv_pages + (row * size)[None, :] + half[:, None]
@@ -172,8 +175,8 @@ def attend_own(
     SOFTCAP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
     NORM_VALUES: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
-    """Begin the softmax with the newest position, as it is stored, and the sink -> peak, total,
-    acc; store the KV."""
+    """Start the softmax with the newest position, rounded as stored, and the sink; store the KV.
+    Return peak, total and acc."""
     half, dim = tl.arange(0, HALF), tl.arange(0, WIDTH)
     in_half = half[None, :] < DIM // 2
     if NORM_VALUES:
@@ -204,8 +207,8 @@ def merge_chunks(
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, MERGED: tl.constexpr,
     WIDTH: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
-    """Merge all chunks of a row, in order, into the heads of one KV head; a batch at a time, so
-    that their loads overlap."""
+    """Merge all chunks of a row, in order, for the heads of one KV head. BATCH chunks are loaded at
+    once, so that their loads overlap."""
     g, lane = tl.arange(0, MERGED), tl.arange(0, BATCH)
     real = g < GROUP_SIZE
     head = kv_head * GROUP_SIZE + g
@@ -256,7 +259,7 @@ def _decode_kernel(
     v_pages, table = values_in(kv_pages, values_at), page_table + slot * table_stride
     stored = end - is_last.to(tl.int32)  # the newest position is not in the pages yet
 
-    # Constants and keys stored by earlier steps are loaded before the query is known.
+    # Constants and keys stored by earlier steps do not depend on the kernel before: load them now.
     key = begin + tl.arange(0, KEYS)
     page = load_table(table, key, stored, PAGE)
     if EARLY:
@@ -373,7 +376,8 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads) -> DecodePlan:
     launch(
         plan_kernel, (1,), slots, positions, positions, rows, *planned[:7], rows * kv_heads,
         num_chunks, spare, smallest, WINDOW=heads.window, CHUNKED=heads.is_chunked, SPAN=1,
-        APART=False, BEFORE=False, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
+        SPLIT_NEWEST=False, MAY_BE_EMPTY=False, ROWS=max(256, triton.next_power_of_2(rows)),
+        BLOCK=1024,
     )  # fmt: skip
     return planned
 
@@ -408,10 +412,10 @@ def attend(
 
 
 def cut_for(rows: int) -> tuple[int, int]:
-    """Return the programs to spread contexts over, and the fewest keys of one; see benchmarks/h200.
+    """Return the number of programs to use, and the minimum keys of a chunk; see benchmarks/h200.
 
-    A small batch is cut so that every multiprocessor has work. A large one is cut too, less finely:
-    if rows were whole, the longest would end long after the others.
+    A small batch is cut so that every multiprocessor has work. A large one is cut less finely: with
+    whole rows, the longest would end long after the others.
     """
     return (512, 64) if rows <= 64 else (4096, 256)
 
@@ -419,9 +423,9 @@ def cut_for(rows: int) -> tuple[int, int]:
 def shape_for(rows: int, itemsize: int, size: int) -> tuple[int, int, int, bool]:
     """Return keys per tile, warps, stages, and whether to load a tile early; see benchmarks/h200.
 
-    A small batch needs short programs, a large one as many at once as fit. Float32 and large heads
-    (`size` is that of a key plus its value) have half the keys in the same memory. With the largest
-    heads, a tile that was loaded early would not fit the registers.
+    A small batch needs short programs, a large one many concurrent ones. With float32 or large
+    heads (`size` is that of a key plus its value), half as many keys fit into the same memory. With
+    the largest heads, a tile that is loaded early would not fit into registers.
     """
     if size > 512:
         return (32, 4, 2, False) if itemsize <= 2 else (16, 8, 2, False)

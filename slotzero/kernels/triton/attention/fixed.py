@@ -163,7 +163,7 @@ def _merge(peak, total, acc, its_peak, its_total, its_acc, KEYS_FIRST: tl.conste
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_kernel(
-    q, sinks, kv_pages, page_table, kv_scales, blocks, slots, bases, seen, stands, out,
+    q, sinks, kv_pages, page_table, kv_scales, blocks, slots, bases, seen, query_positions, out,
     block_of, first_of, last_of, count_of, store_of, done, partial, peaks, totals, scale,
     table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr,
@@ -212,15 +212,15 @@ def _attend_kernel(
     is_mine = (offset < size) & (offset < TOKENS)
     real = tl.load(slots + token + offset, mask=is_mine, other=0) > 0
     length = tl.max(tl.where(real, start + offset + 1, 0), axis=0)
-    stand = start + offset
+    query_position = start + offset
     if seen is not None:
         base, bits = load_branches(bases, seen, token + offset, start + offset, real)
         tree_start = tl.min(tl.where(real, base, length), axis=0)  # all see all keys before
         last_base, any_bits = union_of(base, bits)
-        stand = tl.load(stands + token + offset, mask=real, other=0)
+        query_position = tl.load(query_positions + token + offset, mask=real, other=0)
     low, begin = start * 0, start * 0
     if WINDOW is not None:
-        since = first_seen(stand, WINDOW, CHUNKED)  # the first key that each token sees
+        since = first_seen(query_position, WINDOW, CHUNKED)  # the first key that each token sees
         low = tl.min(tl.where(real, since, length), axis=0)
         begin = low // KEYS * KEYS
     all_begin, last_of_all = begin, chunk_of(tl.maximum(length - 1, 0)) + 1

@@ -47,7 +47,7 @@ def plan(
     launch(
         plan_kernel, (1,), slots, starts, starts, num_rows, row, slot, begin, end, first, num,
         *no_done, num_chunks, spare, smallest,
-        WINDOW=None, CHUNKED=False, SPAN=1, APART=False, BEFORE=True,
+        WINDOW=None, CHUNKED=False, SPAN=1, SPLIT_NEWEST=False, MAY_BE_EMPTY=True,
         ROWS=padded_rows(num_rows, 256), BLOCK=1024,
     )  # fmt: skip
     bases, seen, _ = branches or NO_BRANCHES

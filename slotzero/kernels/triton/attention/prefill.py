@@ -238,8 +238,8 @@ def _plan_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_kernel(
-    q, sinks, kv_pages, page_table, kv_scales, blocks, slots, bases, seen, stands, out, scale,
-    table_stride,
+    q, sinks, kv_pages, page_table, kv_scales, blocks, slots, bases, seen, query_positions, out,
+    scale, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM_BLOCK: tl.constexpr,
@@ -275,10 +275,10 @@ def _attend_kernel(
     key = tl.arange(0, KEYS)
     known = key < length
     if WINDOW is not None:
-        stand = start + offset
+        query_position = start + offset
         if seen is not None:
-            stand = tl.load(stands + token + offset, mask=real, other=0)
-        since = first_seen(stand, WINDOW, CHUNKED)  # the first key that each token sees
+            query_position = tl.load(query_positions + token + offset, mask=real, other=0)
+        since = first_seen(query_position, WINDOW, CHUNKED)  # the first key that each token sees
         low = tl.min(tl.where(real, since, length), axis=0)
         all_since = tl.max(tl.where(real, since, 0), axis=0)
         begin = low // KEYS * KEYS

@@ -78,11 +78,11 @@ def load_angles(cos, sin, token, real, half, DIM: tl.constexpr):
 
 
 @triton.jit
-def _in_window(key, end, stand, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+def _in_window(key, end, query_position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
     """Return which keys before `end` are in the window of each pair's token, [pairs or 1, keys]."""
     seen = (key < end)[None, :]
     if WINDOW is not None:
-        seen = seen & (key[None, :] >= first_seen(stand, WINDOW, CHUNKED)[:, None])
+        seen = seen & (key[None, :] >= first_seen(query_position, WINDOW, CHUNKED)[:, None])
     return seen
 
 
@@ -163,7 +163,7 @@ def _merge(
 def _verify_kernel(
     qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, kv_scales, out, starts, token_slots,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
-    bases, bits_seen, stands, qkv_stride, values_at, table_stride, eps, scale,
+    bases, bits_seen, query_positions, qkv_stride, values_at, table_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
     SPAN: tl.constexpr,
@@ -203,7 +203,7 @@ def _verify_kernel(
     their_slots = tl.load(token_slots + row64 * SPAN + own, mask=own < SPAN, other=0)
     num_real = tl.sum((their_slots > 0).to(tl.int32), axis=0)
     real, is_own = place < tl.minimum(num_real, last_place), own < tl.where(is_last, num_real, 0)
-    stand, tree = start + place, None
+    query_position, tree = start + place, None
     if bits_seen is not None:
         its = row64 * SPAN + place
         base, bits = load_branches(bases, bits_seen, its, start + place, real)
@@ -212,7 +212,7 @@ def _verify_kernel(
         last_base, any_bits = union_of(base, bits)
         tree = (tree_start, base, bits)
         if WINDOW is not None:
-            stand = tl.load(stands + its, mask=real, other=0)
+            query_position = tl.load(query_positions + its, mask=real, other=0)
     new_page = tl.load(table + (start + own) // PAGE, mask=is_own, other=0).to(tl.int64)
     at = ((new_page * PAGE + (start + own) % PAGE) * KV_HEADS + kv_head) * (DIM + VALUE_DIM)
     by_qa, by_qb, by_ka, by_kb = 1.0, 1.0, 1.0, 1.0
@@ -268,7 +268,7 @@ def _verify_kernel(
             tl.store(kv_pages + values_at + at[:, None] + dim[None, :], new_v, mask=mine)
         else:
             new_a, new_b, new_v = ka, kb, own_v
-        seen = _in_window(start + own, start + num_real, stand, WINDOW, CHUNKED)
+        seen = _in_window(start + own, start + num_real, query_position, WINDOW, CHUNKED)
         if tree is None:
             seen = seen & (own[None, :] <= place[:, None])
         peak, total, acc = _attend_keys(
@@ -280,7 +280,7 @@ def _verify_kernel(
     if EARLY:
         begin_loop += KEYS
         if begin < stored:
-            seen = _in_window(key, stored, stand, WINDOW, CHUNKED)
+            seen = _in_window(key, stored, query_position, WINDOW, CHUNKED)
             peak, total, acc = _attend_keys(
                 qa, qb, a, b, v, seen, key, begin + KEYS, tree, scale,
                 peak, total, acc, WINDOW, SOFTCAP,
@@ -298,7 +298,7 @@ def _verify_kernel(
         )  # fmt: skip
         if not EARLY:
             page = load_table(table, key + KEYS, stored, PAGE)  # one tile ahead
-        seen = _in_window(key, stored, stand, WINDOW, CHUNKED)
+        seen = _in_window(key, stored, query_position, WINDOW, CHUNKED)
         peak, total, acc = _attend_keys(
             qa, qb, a, b, v, seen, key, tile + KEYS, tree, scale,
             peak, total, acc, WINDOW, SOFTCAP,
@@ -351,8 +351,8 @@ def plan(
 ) -> VerifyPlan:
     num_rows, kv_heads, pairs = len(rows.slots), heads.num_kv_heads, _pairs(rows.span, heads)
     parts, tokens = _cut(rows.span, heads)
-    spare, smallest, apart = cut_for(num_rows, kv_heads * parts, _pairs(tokens, heads))
-    num_chunks = num_rows * (1 + apart) + spare
+    spare, smallest, splits_newest = cut_for(num_rows, kv_heads * parts, _pairs(tokens, heads))
+    num_chunks = num_rows * (1 + splits_newest) + spare
     num_chunks += -num_chunks % 4  # the parts of one allocation are aligned
     ints = rows.slots.new_empty(6, num_chunks)
     done = rows.slots.new_empty(num_rows, kv_heads * parts)
@@ -360,12 +360,12 @@ def plan(
     partial = torch.empty(num_chunks, kv_heads, pairs, heads.value_dim, device=done.device)
     row, slot, begin, end, first, num = ints.unbind()
     chunks = DecodePlan(row, slot, begin, end, first, num, done, partial, *floats.unbind())
-    stands, far = (rows.starts, 1) if branches is None else (branches.positions, rows.span)
+    query_positions, far = (rows.starts, 1) if branches is None else (branches.positions, rows.span)
     launch(
-        plan_kernel, (1,), rows.slots, rows.starts, stands, num_rows, *chunks[:7],
+        plan_kernel, (1,), rows.slots, rows.starts, query_positions, num_rows, *chunks[:7],
         done.numel(), num_chunks, spare, smallest,
-        WINDOW=heads.window, CHUNKED=heads.is_chunked, SPAN=far, APART=apart, BEFORE=False,
-        ROWS=padded_rows(num_rows, 256), BLOCK=1024,
+        WINDOW=heads.window, CHUNKED=heads.is_chunked, SPAN=far, SPLIT_NEWEST=splits_newest,
+        MAY_BE_EMPTY=False, ROWS=padded_rows(num_rows, 256), BLOCK=1024,
     )  # fmt: skip
     return VerifyPlan(rows.starts, token_slots, chunks, branches)
 
@@ -404,7 +404,7 @@ def attend(
 
 
 def cut_for(rows: int, kv_heads: int, pairs: int) -> tuple[int, int, bool]:
-    """Return chunks beyond one per row, the fewest keys of one, and whether own keys are a chunk.
+    """Return chunks beyond one per row, the minimum keys of one, and whether to split the newest.
 
     Contexts are spread over 512 programs, as in a small decode batch. But a single program merges a
     row and reads all pairs of its chunks: the more pairs, the fewer and longer chunks pay off.

@@ -51,11 +51,11 @@ def _one_row_kernel(
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     m, k = tl.arange(0, 1), tl.arange(0, DEPTH)
     at = weight + n[:, None].to(tl.int64) * INNER + k[None, :]
-    apart = tl.cast(num_out, tl.int64) * INNER  # from a gate's weights to its value's
+    value_offset = tl.cast(num_out, tl.int64) * INNER  # from a gate's weights to its value's
     w = _load_weight(at, k[None, :], n[:, None], num_out, INNER, EVEN)
     w2 = w
     if ACTIVATION is not None:
-        w2 = _load_weight(at + apart, k[None, :], n[:, None], num_out, INNER, EVEN)
+        w2 = _load_weight(at + value_offset, k[None, :], n[:, None], num_out, INNER, EVEN)
     wait_for_writer(PDL)
     value = tl.load(x + k, mask=k < INNER, other=0.0)
     parts, before = load_early(
@@ -71,7 +71,7 @@ def _one_row_kernel(
         next_w = tl.load(at + first + DEPTH, mask=ahead, other=0.0)
         next_w2 = next_w
         if ACTIVATION is not None:
-            next_w2 = tl.load(at + apart + first + DEPTH, mask=ahead, other=0.0)
+            next_w2 = tl.load(at + value_offset + first + DEPTH, mask=ahead, other=0.0)
         wide = value.to(tl.float32)[None, :]
         acc += w.to(tl.float32) * wide
         if ACTIVATION is not None:
@@ -121,11 +121,11 @@ def _scalar_kernel(
     side = tl.arange(0, SIDE)[None, :, None, None, None]
     wn = tl.program_id(0) * FEATURES + side * each + tl.arange(0, each)[None, None, :, None, None]
     at = weight + wn.to(tl.int64) * INNER + k  # [lanes, side, each, 1, 4]
-    apart = tl.cast(num_out, tl.int64) * INNER
+    value_offset = tl.cast(num_out, tl.int64) * INNER
     w = _load_tiles(at, k, wn, num_out, INNER, EVEN, DEPTH, step)
     w2 = w
     if ACTIVATION is not None:
-        w2 = _load_tiles(at + apart, k, wn, num_out, INNER, EVEN, DEPTH, step)
+        w2 = _load_tiles(at + value_offset, k, wn, num_out, INNER, EVEN, DEPTH, step)
     xm = m[None, None, None, :, None]
     x_at = x + xm.to(tl.int64) * x_stride + (k + 0 * side)  # [lanes, side, 1, rows, 4]
     wait_for_writer(PDL)
@@ -141,7 +141,7 @@ def _scalar_kernel(
         next_w = _load_tiles(at + after, after + k, wn, num_out, INNER, False, DEPTH, step)
         next_w2 = next_w
         if ACTIVATION is not None:
-            at2 = at + apart + after
+            at2 = at + value_offset + after
             next_w2 = _load_tiles(at2, after + k, wn, num_out, INNER, False, DEPTH, step)
         for i in tl.static_range(DEPTH // step):
             wide = value[i].to(tl.float32)
@@ -203,11 +203,11 @@ def _sliced_kernel(
     k = tl.arange(0, SLICES)[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]  # [slices, depth]
     wk, wn = k[:, None, :], n[None, :, None]
     at = weight + wn.to(tl.int64) * INNER + wk  # [slices, features, depth]
-    apart = tl.cast(num_out, tl.int64) * INNER
+    value_offset = tl.cast(num_out, tl.int64) * INNER
     w = _load_tiles(at, wk, wn, num_out, INNER, EVEN, block, step)
     w2 = w
     if ACTIVATION is not None:
-        w2 = _load_tiles(at + apart, wk, wn, num_out, INNER, EVEN, block, step)
+        w2 = _load_tiles(at + value_offset, wk, wn, num_out, INNER, EVEN, block, step)
     xk, xm = k[:, :, None], m[None, None, :]
     x_at = x + xm.to(tl.int64) * x_stride + xk  # [slices, depth, rows]
     wait_for_writer(PDL)
@@ -225,7 +225,7 @@ def _sliced_kernel(
         next_w = _load_tiles(at + after, after + wk, wn, num_out, INNER, False, block, step)
         next_w2 = next_w
         if ACTIVATION is not None:
-            at2 = at + apart + after
+            at2 = at + value_offset + after
             next_w2 = _load_tiles(at2, after + wk, wn, num_out, INNER, False, block, step)
         for i in tl.static_range(AHEAD):
             acc = _dot_slices(w[i], value[i], acc, wide)
@@ -256,12 +256,12 @@ def _staged_kernel(
     k = tl.arange(0, DEPTH)
     x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]
     at = weight + n[None, :].to(tl.int64) * INNER + k[:, None]  # [depth, features]
-    apart = tl.cast(num_out, tl.int64) * INNER
+    value_offset = tl.cast(num_out, tl.int64) * INNER
     acc = tl.zeros([ROWS, FEATURES], tl.float32)
     acc2 = acc
     prefetch_weights(weight, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
     if ACTIVATION is not None:
-        prefetch_weights(weight + apart, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
+        prefetch_weights(weight + value_offset, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
     wait_for_writer(PDL)
 
     for first in tl.range(0, INNER, DEPTH, num_stages=STAGES):
@@ -272,7 +272,7 @@ def _staged_kernel(
         w = _load_weight(at + first, first + k[:, None], n[None, :], num_out, INNER, EVEN)
         acc = dot(value, w, acc)
         if ACTIVATION is not None:
-            w2_at = at + apart + first
+            w2_at = at + value_offset + first
             w2 = _load_weight(w2_at, first + k[:, None], n[None, :], num_out, INNER, EVEN)
             acc2 = dot(value, w2, acc2)
     parts, before = load_early(

@@ -78,8 +78,8 @@ def _tma_kernel(
     wait_for_writer(PDL)
 
     wide: tl.constexpr = ROWS < 64
-    apart: tl.constexpr = gated and scales is not None
-    height: tl.constexpr = each if apart else FEATURES
+    split_gate: tl.constexpr = gated and scales is not None
+    height: tl.constexpr = each if split_gate else FEATURES
     lead: tl.constexpr = height if wide else ROWS
     follow: tl.constexpr = ROWS if wide else height
     acc = tl.zeros([lead, follow], tl.float32)
@@ -87,29 +87,29 @@ def _tma_kernel(
     all_m = first_m + tl.arange(0, ROWS)
     if GROUP is not None:  # scales are loaded a step ahead, which the compiler does not do
         scale, scale2, x_scale = group_scales(
-            scales, x_scales, n, all_m, begin, end, rows, num_out, INNER, GROUP, apart
+            scales, x_scales, n, all_m, begin, end, rows, num_out, INNER, GROUP, split_gate
         )
     for k in tl.range(begin, end, DEPTH, num_stages=STAGES):
         value = x_box.load([first_m, k])
-        if gated and not apart:
+        if gated and not split_gate:
             w = weight_box.load([0, part * each, k]).reshape(FEATURES, DEPTH)
         else:
             w = weight_box.load([part * each, k])
         w2 = w
-        if apart:
+        if split_gate:
             w2 = weight_box.load([num_out + part * each, k])
         if GROUP is None:
             acc = dot(w, value.T, acc) if wide else dot(value, w.T, acc)
-            if apart:
+            if split_gate:
                 acc2 = dot(w2, value.T, acc2) if wide else dot(value, w2.T, acc2)
         else:
             next_scale, next_scale2, next_x = group_scales(
-                scales, x_scales, n, all_m, k + DEPTH, end, rows, num_out, INNER, GROUP, apart
+                scales, x_scales, n, all_m, k + DEPTH, end, rows, num_out, INNER, GROUP, split_gate
             )
             none = tl.zeros([lead, follow], tl.float32)
             sums = dot(w, value.T, none) if wide else dot(value, w.T, none)
             acc += sums * _outer(scale, x_scale, wide)
-            if apart:
+            if split_gate:
                 sums = dot(w2, value.T, none) if wide else dot(value, w2.T, none)
                 acc2 += sums * _outer(scale2, x_scale, wide)
             scale, scale2, x_scale = next_scale, next_scale2, next_x
@@ -118,7 +118,7 @@ def _tma_kernel(
         if split >= 0:
             at = partial + tl.arange(0, lead)[:, None] * follow + tl.arange(0, follow)[None, :]
             tl.store(at + split * (ROWS * FEATURES), acc)
-            if apart:
+            if split_gate:
                 tl.store(at + split * (ROWS * FEATURES) + ROWS * each, acc2)
             tl.debug_barrier()  # all writes of the program, then the count that publishes them
             its = split // SHARES
@@ -131,11 +131,11 @@ def _tma_kernel(
             for i in tl.static_range(SHARES):
                 stored = at + (its * SHARES + i) * (ROWS * FEATURES)
                 acc += tl.load(stored)
-                if apart:
+                if split_gate:
                     acc2 += tl.load(stored + ROWS * each)
 
     result, second = acc, acc2
-    if gated and not apart:
+    if gated and not split_gate:
         if wide:
             pairs = tl.permute(tl.reshape(acc, [2, each, ROWS]), (2, 1, 0))
         else:
@@ -168,8 +168,8 @@ def group_scales(
     scale = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     scale2 = scale
     if GATED:
-        apart = tl.cast(num_out, tl.int64) * groups
-        scale2 = tl.load(at + apart, mask=inside, other=0.0).to(tl.float32)
+        value_offset = tl.cast(num_out, tl.int64) * groups
+        scale2 = tl.load(at + value_offset, mask=inside, other=0.0).to(tl.float32)
     x_scale = tl.load(x_scales + group * rows + m, mask=(m < rows) & is_there, other=0.0)
     return scale, scale2, x_scale
 

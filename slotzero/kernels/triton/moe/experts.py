@@ -125,7 +125,7 @@ def _product_kernel(
     parts: tl.constexpr = 2 if gated else 1
     weight = weights + expert * num_out * parts * INNER
     at = weight + n[None, :].to(tl.int64) * INNER + k[:, None]  # [depth, features]
-    apart = num_out.to(tl.int64) * INNER  # from a gate's weights to its value's
+    value_offset = num_out.to(tl.int64) * INNER  # from a gate's weights to its value's
     x_at = x + source[:, None] * x_stride + k[None, :]
     acc = tl.zeros([FEATURES, ROWS] if FIXED else [ROWS, FEATURES], tl.float32)
     acc2 = acc
@@ -138,7 +138,7 @@ def _product_kernel(
         w = tl.load(at + depth, mask=inside, other=0.0)
         acc = _multiply(value, w, acc, FIXED, PRECISION)
         if gated:
-            w2 = tl.load(at + apart + depth, mask=inside, other=0.0)
+            w2 = tl.load(at + value_offset + depth, mask=inside, other=0.0)
             acc2 = _multiply(value, w2, acc2, FIXED, PRECISION)
     if FIXED:
         acc, acc2 = tl.trans(acc), tl.trans(acc2)
