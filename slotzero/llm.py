@@ -1,4 +1,4 @@
-"""The offline API, compatible with vLLM's `LLM`: to port a script, change its import."""
+"""The offline API, compatible with vLLM's `LLM`: porting a script only takes a changed import."""
 
 import difflib
 import itertools
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from slotzero.certify.start import start_engine
-from slotzero.checkpoint.given import Given
+from slotzero.checkpoint.named_tensors import NamedTensors
 from slotzero.config import DEFAULT_MODEL, EngineConfig
-from slotzero.engine.engine import Running
+from slotzero.engine.engine import RunningAction
 from slotzero.engine.output_text import OutputText
 from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import ConfigError, RequestError, StepFailedError, TokenizerMissingError
@@ -111,9 +111,9 @@ class _Job:
 
 
 class _Changes:
-    """The answers of one call that grew or ended since the last `take`, in steps of any thread.
+    """The answers of one call that changed since the last `take`, whichever thread ran the step.
 
-    Reading them takes time proportional to their number, not to the number of prompts.
+    Taking them costs time proportional to their number, not to the number of prompts.
     """
 
     def __init__(self) -> None:
@@ -163,11 +163,11 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Return answers in the order of the prompts. Nothing runs unless all prompts are valid.
+        """Answer prompts, and return the answers in their order. All prompts are validated first.
 
         An answer whose grammar fails ends with finish_reason "abort", and its `error` has the
-        reason; other answers are not affected. If a step fails, every thread with requests in it
-        gets an exception: the thread that ran the step the error itself, others a StepFailedError.
+        reason; other answers are not affected. If a step fails, the call that ran it raises the
+        error, and calls of other threads with requests in it raise a StepFailedError.
         """
         return self._run(self._answer_jobs(prompts, sampling_params), use_tqdm)
 
@@ -270,11 +270,11 @@ class LLM:
         instruction: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Score pairs of texts: one text (a query) with each of a list, or texts at the same place.
+        """Score pairs of texts: one text (a query) with each text of a list, or two lists in pairs.
 
-        With `score_tokens`, a score is the probability that the model answers with the second of
-        them, in which the instruction and other variables are for the score template. Without, it
-        is the cosine similarity of the embeddings.
+        If the engine has `score_tokens`, a score is the probability that the model answers with the
+        second of them; instruction and chat_template_kwargs are variables of the score template.
+        Otherwise it is the cosine similarity of the embeddings.
         """
         chosen = pairs(data_1, data_2)
         variables = template_variables(instruction, chat_template_kwargs)
@@ -282,17 +282,18 @@ class LLM:
         if not all(isinstance(text, str) for text in (*one, *other)):
             raise RequestError("texts to score must be strings")
         if self.engine.pooling.kind == "labels":
-            return self._judged([(one[i], other[j]) for i, j in chosen], variables, use_tqdm)
+            texts = [(one[i], other[j]) for i, j in chosen]
+            return self._score_by_answer(texts, variables, use_tqdm)
         if variables:
             raise RequestError(
                 f"{next(iter(variables))}: only with --score-tokens; this model compares embeddings"
             )
         embeddings = self.embed([*one, *other], use_tqdm)
-        made = []
+        scores = []
         for i, j in chosen:
             a, b = embeddings[i], embeddings[len(one) + j]
             vectors = (np.array(e.outputs.embedding, np.float32) for e in (a, b))
-            made.append(
+            scores.append(
                 ScoringRequestOutput(
                     b.request_id,
                     a.prompt_token_ids + b.prompt_token_ids,
@@ -301,12 +302,12 @@ class LLM:
                     b.weight_version,
                 )
             )
-        return made
+        return scores
 
-    def _judged(
+    def _score_by_answer(
         self, texts: Sequence[tuple[str, str]], variables: Mapping[str, Any], use_tqdm: bool
     ) -> list[ScoringRequestOutput]:
-        """Score pairs of texts by the answers of the model."""
+        """Score pairs by the probability that the model answers with the second score token."""
         tokenizer, pooling = self.get_tokenizer(), self.engine.pooling
         prompts = [self._score_template.render(*pair, variables) for pair in texts]
         tokens: list[Prompt] = [tokenizer.encode(p, add_special_tokens=False) for p in prompts]
@@ -324,9 +325,9 @@ class LLM:
 
     def update_weights(
         self,
-        weights: Given | str | Path,
+        weights: NamedTensors | str | Path,
         *,
-        running: Running = "hold",
+        running: RunningAction = "hold",
         partial: bool = False,
         version: str | None = None,
     ) -> str:
@@ -340,8 +341,8 @@ class LLM:
     ) -> Generator[StreamChunk, None, None]:
         """Yield chunks of all answers as they arrive.
 
-        Closing the generator early cancels the rest. Failures are reported as by `generate`, in the
-        last chunk of an answer.
+        Closing the generator early cancels the rest. If a grammar fails, the answer's last chunk
+        has the `error`; if a step fails, this raises as `generate` does.
         """
         return self._stream(self._answer_jobs(prompts, sampling_params))
 
@@ -352,8 +353,8 @@ class LLM:
             self._add(jobs, answers, changes)
             places = {
                 answer.request.id: (i, j)
-                for i, of_prompt in enumerate(answers)
-                for j, answer in enumerate(of_prompt)
+                for i, handles in enumerate(answers)
+                for j, answer in enumerate(handles)
             }
             while places:
                 self.engine.step()  # other threads' steps advance these answers too
@@ -371,7 +372,7 @@ class LLM:
 
     def _answer_jobs(self, prompts: Prompt | Sequence[Prompt], params: Params) -> list[_Job]:
         jobs = self._jobs(prompts, params)
-        if any(its.pooled for job in jobs for its in job.params):
+        if any(p.pooled for job in jobs for p in job.params):
             raise RequestError("pooled: a vector is not an answer; use LLM.embed", "pooled")
         return jobs
 
@@ -398,15 +399,15 @@ class LLM:
                 "or one per prompt"
             )
         parts = [self._encoded(i, prompt) for i, prompt in enumerate(given)]
-        if self.engine.tokenizer is None and any(its.stop for its in params):
+        if self.engine.tokenizer is None and any(p.stop for p in params):
             raise TokenizerMissingError("stop strings need a tokenizer: use stop_token_ids")
-        asks = [("", tokens, its) for (_, tokens), its in zip(parts, params, strict=True)]
+        inputs = [("", tokens, p) for (_, tokens), p in zip(parts, params, strict=True)]
         jobs = []
-        for i, request in enumerate(self.engine.validate_batch(asks)):
+        for i, request in enumerate(self.engine.validate_batch(inputs)):
             if isinstance(request, RequestError):
                 raise RequestError(f"prompt {i}: {request}")
-            of_answers = [_params_of_answer(params[i], j) for j in range(params[i].n)]
-            jobs.append(_Job(parts[i][0], request.prompt_token_ids, of_answers))
+            by_answer = [_params_of_answer(params[i], j) for j in range(params[i].n)]
+            jobs.append(_Job(parts[i][0], request.prompt_token_ids, by_answer))
         return jobs
 
     def _encoded(self, index: int, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
@@ -420,7 +421,7 @@ class LLM:
         return text, tokens
 
     def _add(self, jobs: list[_Job], answers: list[list[RequestHandle]], changes: _Changes) -> None:
-        """Queue n answers per prompt and append them to `answers`.
+        """Queue n requests per prompt and append their handles to `answers`.
 
         If this fails, the caller cancels those that were added.
         """
@@ -450,18 +451,18 @@ class LLM:
 
     def _run(self, jobs: list[_Job], show_progress: bool) -> list[RequestOutput]:
         answers = self._answers(jobs, show_progress)
-        return [self._output(job, its) for job, its in zip(jobs, answers, strict=True)]
+        return [self._output(job, handles) for job, handles in zip(jobs, answers, strict=True)]
 
     def _answers(self, jobs: list[_Job], show_progress: bool) -> list[list[RequestHandle]]:
-        """Run the requests of all prompts to their ends; return the answers of each prompt."""
+        """Run all requests to completion, and return the answers of each prompt."""
         answers: list[list[RequestHandle]] = []
         changes = _Changes()
         num_answers = sum(len(job.params) for job in jobs)
         try:
             self._add(jobs, answers, changes)
-            num_tokens = {answer.request.id: 0 for of_prompt in answers for answer in of_prompt}
+            num_tokens = {answer.request.id: 0 for handles in answers for answer in handles}
             with prompts_bar(show_progress and num_answers > 1, num_answers) as progress:
-                while num_tokens:  # contains the answers that are not finished
+                while num_tokens:  # has the answers that are not finished
                     self.engine.step()  # other threads' steps advance these answers too
                     with self.engine.lock:
                         changed = changes.take()
@@ -514,16 +515,16 @@ class LLM:
     def _by_id(
         self, tokens: Sequence[int], rows: Sequence[RowLogprobs], wanted: int
     ) -> list[dict[int, Logprob]]:
-        """Return for each token its log probability, and those of the most likely ones there."""
-        found = []
+        """Return for each token its log probability, and those of the most likely tokens."""
+        logprobs = []
         for token, row in zip(tokens, rows, strict=True):
             top = list(zip(row.top_ids, row.top_values, strict=True))[:wanted]
             ranks = {t: rank for rank, (t, _) in enumerate(top, start=1)}
             by_id = {token: Logprob(row.chosen, ranks.get(token), self._text_of(token))}
             for t, value in top:
                 by_id.setdefault(t, Logprob(value, ranks[t], self._text_of(t)))
-            found.append(by_id)
-        return found
+            logprobs.append(by_id)
+        return logprobs
 
     def _text_of(self, token: int) -> str | None:
         if self.engine.tokenizer is None:
@@ -554,8 +555,8 @@ def _raise_if_lost(answers: Sequence[RequestHandle]) -> None:
 
 
 def _params_of_answer(params: SamplingParams, i: int) -> SamplingParams:
-    """Return the parameters of answer i: if there is a seed, it is seed + i, in 64 bits. The prompt
-    is scored once."""
+    """Return the parameters of answer i. A seed becomes seed + i, in 64 bits; only answer 0 scores
+    the prompt."""
     if i:
         params = replace(params, prompt_logprobs=None)
     if params.seed is None:

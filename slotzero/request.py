@@ -51,9 +51,8 @@ class Request:
     stop_ids: frozenset[int]
     """All tokens that end the answer, from end-of-sequence, ignore_eos and stop_token_ids."""
     max_len: int
-    """Length of the prompt plus max_tokens, at most the context length. With a vector instead of an
-    answer, length of the prompt plus 1: a step samples after the prompt, and the token is dropped.
-    """
+    """Length of the prompt plus max_tokens, at most the context length. If a vector is wanted
+    instead of an answer, length of the prompt plus 1, since one token is sampled and dropped."""
     grammar: Grammar | None = None
     """Grammar state after the committed tokens."""
     is_averaged: bool = False
@@ -104,8 +103,7 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether it may begin after a cached prefix. The tokens of that are neither scored nor
-        averaged."""
+        """Whether it may reuse a cached prefix; the prefix is neither scored nor averaged."""
         is_scored = self.params.prompt_logprobs is not None and not self.output_token_ids
         return not (is_scored or self.is_averaged)
 
@@ -125,8 +123,8 @@ class Request:
 
     @property
     def prefix_ids(self) -> list[int]:
-        """The tokens by which the prefix cache knows this request. With a salt the first one is
-        another number, so that only requests with the same salt share pages."""
+        """The tokens that are its key in the prefix cache. A cache salt changes the first one, so
+        that only requests with the same salt share pages."""
         ids = self.all_token_ids
         if self.params.cache_salt:
             digest = hashlib.sha256(self.params.cache_salt.encode(errors="surrogatepass")).digest()

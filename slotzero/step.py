@@ -1,8 +1,8 @@
 """One step: which requests run, from which position, for how many tokens.
 
-It is everything that planning passes to running, and the same on every rank. It does not know
-capture sizes, graphs or tensors. The rules: a request has at most one row in a step, and all DP
-ranks launch a step in the same size, which is that of the largest.
+A step is the result of planning and all that running needs, and it is the same on every rank. It
+does not know capture sizes, graphs or tensors. The rules: a request has at most one row in a step,
+and all DP ranks launch the same size, which is that of the rank with the most tokens and rows.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Row(NamedTuple):  # creating one is a microsecond faster than a frozen dat
 
     request: Request
     slot: int
-    """Stored here because the request may have lost its slot when the step is committed."""
+    """Stored here because the request may lose its slot before the step is committed."""
     start: int
     count: int  # type: ignore[assignment]  # hides tuple.count(), which is not used
     samples: bool
@@ -29,9 +29,9 @@ class Row(NamedTuple):  # creating one is a microsecond faster than a frozen dat
     most_new: int = 1
     """Maximum number of new tokens: all drafts, and one more."""
     is_scored: bool = False
-    """Whether log probabilities are wanted of the prompt's tokens after these."""
+    """Whether the request wants log probabilities of the prompt tokens that follow these."""
     is_pooled: bool = False
-    """Whether these tokens are part of a prompt of which a vector is wanted."""
+    """Whether the request wants a vector of its prompt."""
 
 
 @dataclass(frozen=True)

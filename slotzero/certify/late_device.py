@@ -77,14 +77,14 @@ class LateDevice(Copies):
     def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         self.do(lambda: _copy(sources, targets))
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         return _Place(self._work, self._work.end)
 
     def wait(self, event: Event) -> None:
         self.do(event.synchronize)
 
     def send(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Event:
-        self._sending.add(self.mark().synchronize)
+        self._sending.add(self.record_event().synchronize)
         self._sending.add(lambda: _copy(sources, targets))
         self._go_on()
         return _Place(self._sending, self._sending.end)

@@ -22,7 +22,7 @@ from slotzero.graph.transfer import DEPTH, DownloadRing, Event, UploadRing
 class _NoEvents(LateDevice):
     """Says at once that copies have ended."""
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         return _Ended()
 
     def send(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Event:
@@ -44,8 +44,8 @@ class _OneEvent(LateDevice):
         super().__init__(runs_late, sends_late)
         self._events: dict[str, Event] = {}
 
-    def mark(self) -> Event:
-        return self._events.setdefault("mark", super().mark())
+    def record_event(self) -> Event:
+        return self._events.setdefault("mark", super().record_event())
 
     def send(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Event:
         return self._events.setdefault("send", super().send(sources, targets))

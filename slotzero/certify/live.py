@@ -94,7 +94,7 @@ class LiveSanitizer(Observer):
         self.steps_watched += 1
         if violations:
             self._report(violations)
-            runner.registry.distrust_published()
+            runner.registry.reupload_published()
             if self._action == "fallback":
                 self._fall_back(runner, memory, violations[0])
             runner.replay(key)

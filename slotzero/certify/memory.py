@@ -174,7 +174,7 @@ def _who_runs(runner: Runner) -> tuple[tuple[int, ...], list[int]]:
     """Return the slot of each row, and how many tokens each row computes."""
     spec, registry = runner.spec, runner.registry
     who = spec.published[0]
-    slots = tuple(s for s in registry.was_published(who) if s != registry.entry(who).pad)
+    slots = tuple(s for s in registry.published_values(who) if s != registry.entry(who).pad)
     if spec.rows is None:
         return slots, [spec.width] * len(slots)
-    return slots, registry.was_published(spec.published[1])[: len(slots)]
+    return slots, registry.published_values(spec.published[1])[: len(slots)]

@@ -69,7 +69,7 @@ def mutate(
                         mutants.append(mutant)
                         seen(mutant)
     finally:
-        engine.worker.registry.distrust_published()
+        engine.worker.registry.reupload_published()
     return mutants
 
 

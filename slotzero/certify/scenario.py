@@ -179,7 +179,7 @@ class Trial:
         return Outcome(key, slots, tensors, counts=counts)
 
     def _load(self, poison: Iterable[str]) -> None:
-        self.registry.distrust_published()
+        self.registry.reupload_published()
         for block, was in self._saved:
             block.copy_(was)
         self._saved.clear()

@@ -77,7 +77,7 @@ class Shadow:
                 yield from self._unchanged(entry, padding, zeros, rows, "padded rows must be zero")
             elif entry.kind is TensorKind.PUBLISHED:
                 now = after.tensors[entry.name]
-                right = torch.tensor(self._memory.registry.was_published(entry.name)).to(now)
+                right = torch.tensor(self._memory.registry.published_values(entry.name)).to(now)
                 rows = torch.arange(len(now))
                 yield from self._unchanged(entry, now, right, rows, "not what was published")
         for entry, before in self._memory.others:

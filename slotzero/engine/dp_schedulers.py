@@ -85,8 +85,8 @@ class DpSchedulers(Sequence[Scheduler]):
             scheduler.remember(rows)
         return step
 
-    def let_in(self, admits: bool) -> None:
-        """Say whether waiting requests may begin."""
+    def allow_admission(self, admits: bool) -> None:
+        """Set whether waiting requests may begin."""
         for scheduler in self:
             scheduler.admits = admits
 

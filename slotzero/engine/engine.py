@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
-from slotzero.checkpoint.given import Given, given_checkpoint
+from slotzero.checkpoint.named_tensors import NamedTensors, checkpoint_of_tensors
 from slotzero.checkpoint.source import checkpoint_of
 from slotzero.config import EngineConfig
 from slotzero.engine.admission import GrammarAdmission, refuse
@@ -51,8 +51,8 @@ from slotzero.system.progress import OnProgress, ignore_progress, recording_bar,
 from slotzero.text.chat_template import read_template
 from slotzero.text.tokenizer import Tokenizer
 
-Running = Literal["hold", "finish", "abort"]
-"""What becomes of requests that have begun when weights change."""
+RunningAction = Literal["hold", "finish", "abort"]
+"""What happens to running requests when weights change; see `Engine.update_weights`."""
 
 
 class LiveChecks(Protocol):
@@ -80,9 +80,9 @@ class Engine:
         on_progress: OnProgress = ignore_progress,
         attach_checks: "Callable[[Engine], LiveChecks] | None" = None,
     ) -> None:
-        """`rank_group`: ranks that run already and make the same steps without messages.
-        `on_progress` is called with the progress of loading. `attach_checks` attaches the live
-        checks, see certify/start.py."""
+        """`rank_group`: ranks that are already running and need no messages. `on_progress` is
+        called with the progress of loading. `attach_checks` attaches the live checks, see
+        certify/start.py."""
         checkpoint = checkpoint_of(config)
         self.tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config, checkpoint)
         self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
@@ -112,7 +112,7 @@ class Engine:
         self.schedulers = _schedulers(config, self.worker)
         if self.worker.routed_experts is not None:
             for scheduler in self.schedulers:
-                scheduler.leaving = partial(self._store_experts, self.worker.routed_experts)
+                scheduler.before_release = partial(self._store_experts, self.worker.routed_experts)
         self.recording_seconds = 0.0 if config.lazy_recording else self._record(config, on_progress)
         self.num_steps = 0
         self.weight_version = "0"
@@ -153,9 +153,9 @@ class Engine:
     ) -> RequestHandle:
         """Queue one request; raises RequestError without affecting other requests.
 
-        `params.n` is for the caller. `output_text` is needed for stop strings. A grammar that was
-        not used lately is compiled first, while others run: if that fails, the request ends with a
-        `failure`.
+        `params.n` is ignored: the caller adds n requests. `output_text` is required for stop
+        strings. A grammar that is not cached is compiled first, while other requests run; if that
+        fails, the request ends with a `failure`.
         """
         if params.stop and output_text is None:
             raise RequestError("stop: stop strings need an OutputText; use stop_token_ids", "stop")
@@ -195,14 +195,14 @@ class Engine:
         return outcome
 
     def validate_batch(
-        self, asks: Iterable[tuple[str, Sequence[int], SamplingParams]]
+        self, inputs: Iterable[tuple[str, Sequence[int], SamplingParams]]
     ) -> list[Request | RequestError]:
-        """Do what `validate` does for many requests, whose grammars are compiled at the same time.
-        The engine's lock is not held while this waits."""
+        """Validate many requests, and compile their grammars in parallel. The engine's lock is not
+        held while this waits."""
         created: list[Request | RequestError] = []
-        for asked in asks:
+        for request_input in inputs:
             try:
-                created.append(self.request_factory.create(*asked))
+                created.append(self.request_factory.create(*request_input))
             except RequestError as error:
                 created.append(error)
         return self.admission.check(created)
@@ -222,7 +222,7 @@ class Engine:
 
     @property
     def pooling(self) -> Pooling:
-        """How vectors of prompts are made."""
+        """How vectors of prompts are computed."""
         return self.worker.pooling
 
     @property
@@ -262,38 +262,38 @@ class Engine:
         for scheduler in self.schedulers:
             scheduler.ledger.cache.clear()
 
-    def check_weights(self, weights: Given | str | Path, partial: bool = False) -> None:
+    def check_weights(self, weights: NamedTensors | str | Path, partial: bool = False) -> None:
         """Raise WeightUpdateError unless `update_weights` can take these; change nothing."""
         with self.lock:
-            self.worker.check_update(self._given(weights), partial)
+            self.worker.check_update(self._checkpoint_of(weights), partial)
 
     def update_weights(
         self,
-        weights: Given | str | Path,
+        weights: NamedTensors | str | Path,
         *,
-        running: Running = "hold",
+        running: RunningAction = "hold",
         partial: bool = False,
         version: str | None = None,
     ) -> str:
         """Replace the weights in place, and return their version, by default the next number.
 
-        `weights` are tensors by the names that the model's checkpoint has for them, or a folder or
-        file with another checkpoint of the same model. Nothing is recorded again. Unless all of
-        them fit, WeightUpdateError is raised and the old weights stay. With `partial`, weights of
-        which no tensor is given stay as they are. Cached prefixes are dropped. Requests that have
-        begun go on after their tokens so far, which are computed again with the new weights
-        (`hold`), end with the old weights first (`finish`), or end now (`abort`).
+        `weights` are tensors with their names in the model's checkpoint, or a folder or file with
+        another checkpoint of the same model. Nothing is captured again. If they do not fit,
+        WeightUpdateError is raised and the old weights stay. With `partial`, weights that are
+        missing stay as they are. Cached prefixes are dropped. Running requests keep their tokens,
+        which are recomputed with the new weights (`hold`), finish with the old weights first
+        (`finish`), or end now (`abort`).
         """
-        if running not in get_args(Running):
-            raise ConfigError(f"running={running}: use one of {', '.join(get_args(Running))}")
-        given = self._given(weights)
+        if running not in get_args(RunningAction):
+            raise ConfigError(f"running={running}: use one of {', '.join(get_args(RunningAction))}")
+        checkpoint = self._checkpoint_of(weights)
         with self.lock, uninterrupted():
-            names = self.worker.check_update(given, partial)
+            names = self.worker.check_update(checkpoint, partial)
             self._stop_running(running)
             if self.sanitizer is not None:
                 self.sanitizer.weights_will_change()
             with self.rank_group.watched("updating weights", in_step=True):
-                self.worker.update_weights(given, names)
+                self.worker.update_weights(checkpoint, names)
             self.reset_prefix_cache()
             self._num_updates += 1
             self.weight_version = str(self._num_updates) if version is None else version
@@ -304,8 +304,8 @@ class Engine:
 
     def give_back_memory(self, *, weights: bool) -> int:
         """Give the memory of the KV cache, and of the weights if wanted, back to the operating
-        system; return the bytes that were in use. Requests that have begun are computed again
-        later; weights that were given back must be replaced before the next step."""
+        system; return the bytes that were in use. Running requests are recomputed later; weights
+        that were given back must be replaced before the next step."""
         with self.lock, uninterrupted():
             self.worker.check_giving_back(weights=weights)
             self._stop_running("hold")
@@ -323,9 +323,9 @@ class Engine:
 
     # Weights
 
-    def _given(self, weights: Given | str | Path) -> Checkpoint:
+    def _checkpoint_of(self, weights: NamedTensors | str | Path) -> Checkpoint:
         if not isinstance(weights, str | Path):
-            return given_checkpoint(self._stored_config, weights)
+            return checkpoint_of_tensors(self._stored_config, weights)
         checkpoint = checkpoint_of(replace(self._config, model=str(weights)))
         whole, other = (
             parse_model(config, self._config.model_impl)
@@ -338,16 +338,16 @@ class Engine:
             )
         return checkpoint
 
-    def _stop_running(self, running: Running) -> None:
-        """Commit all steps in flight, and bring the running requests to a state in which the next
-        step may have other weights."""
+    def _stop_running(self, running: RunningAction) -> None:
+        """Commit all steps in flight, then end or preempt the running requests, so that the next
+        step may use other weights."""
         if running == "finish":
-            self.schedulers.let_in(False)
+            self.schedulers.allow_admission(False)
             try:
                 while self.schedulers.num_running:
                     self.step()
             finally:
-                self.schedulers.let_in(True)
+                self.schedulers.allow_admission(True)
         while self._in_flight:
             grown: list[RequestHandle] = []
             self._commit(grown)
@@ -361,7 +361,7 @@ class Engine:
     # Admission
 
     def _admit(self, grown: list[RequestHandle]) -> None:
-        """Queue the requests whose grammar is compiled, and let those go on whose mask has come.
+        """Queue requests whose grammar is compiled, and resume requests whose mask has arrived.
         Requests that end instead are appended to `grown`."""
         ended = []
         for request, error in self.admission.take_compiled():
@@ -438,7 +438,7 @@ class Engine:
         step, work, results = self._in_flight[0]
         watch = self.worker.watch
         with self.rank_group.watched(watch, in_step=True), watch.doing("waiting for", work):
-            tokens = [of_rank.tokens() for of_rank in results]
+            tokens = [from_rank.tokens() for from_rank in results]
         self.draft_widths.learn(step, results)
         if step.is_scored:
             self._take_scores(step, results)
@@ -450,51 +450,51 @@ class Engine:
                 self.schedulers, step.rows_by_dp_rank, tokens, strict=True
             )
         ]
-        receivers = [request for of_rank in committed for request, _ in of_rank]
+        receivers = [request for from_rank in committed for request, _ in from_rank]
         for request in self.admission.await_masks(receivers):
             self.schedulers.of(request).settle(request)
-        for rows, gains, of_rank in zip(step.rows_by_dp_rank, committed, results, strict=True):
+        for rows, gains, from_rank in zip(step.rows_by_dp_rank, committed, results, strict=True):
             row_of = {row.request.id: i for i, row in enumerate(rows)}
             for request, num_new in gains:
                 handle = self._handles[request.id]
                 grown.append(handle)
                 num_new = self._extend_output(handle, num_new)
                 if request.params.logprobs is not None:
-                    handle.logprobs += of_rank.logprobs(row_of[request.id])[:num_new]
+                    handle.logprobs += from_rank.logprobs(row_of[request.id])[:num_new]
         self._in_flight.popleft()
         for handle in grown:
             if handle.finished:
                 self._handles.pop(handle.request.id, None)
 
     def _store_experts(self, stored: RoutedExperts, request: Request) -> None:
-        """Read the experts of a request that is about to give its pages back."""
+        """Read the experts of a request that is about to release its pages."""
         handle = self._handles.get(request.id)
         if handle is not None and handle.request is request:
             handle.stored_experts = stored.read(request.pages[stored.group])
 
     def _take_scores(self, step: Step, results: Sequence[Results]) -> None:
-        """Give their log probabilities to the requests whose prompts were scored in this step."""
-        for rows, of_rank in zip(step.rows_by_dp_rank, results, strict=True):
+        """Hand out the log probabilities of the prompts that were scored in this step."""
+        for rows, from_rank in zip(step.rows_by_dp_rank, results, strict=True):
             first = 0
             for row in rows:
                 handle = self._handles.get(row.request.id)
                 if row.is_scored and handle is not None and handle.request is row.request:
                     num = min(row.count, len(row.request.prompt_token_ids) - 1 - row.start)
                     num_top = row.request.params.prompt_logprobs or 0
-                    handle.take_scores(row.start, of_rank.scores(first, num, num_top))
+                    handle.take_scores(row.start, from_rank.scores(first, num, num_top))
                 first += row.count
 
     def _take_vectors(self, step: Step, results: Sequence[Results]) -> None:
-        """Give their vectors to the requests whose prompts were completed in this step."""
-        for rows, of_rank in zip(step.rows_by_dp_rank, results, strict=True):
+        """Hand out the vectors of the prompts that were completed in this step."""
+        for rows, from_rank in zip(step.rows_by_dp_rank, results, strict=True):
             for i, row in enumerate(rows):
                 handle = self._handles.get(row.request.id)
                 is_complete = row.is_pooled and row.samples
                 if is_complete and handle is not None and handle.request is row.request:
-                    handle.vector = of_rank.vector(i)
+                    handle.vector = from_rank.vector(i)
 
     def _extend_output(self, handle: RequestHandle, num_new: int) -> int:
-        """Show the new tokens to the request's OutputText, and end the request if a stop string is
+        """Pass the new tokens to the request's OutputText, and end the request if a stop string is
         complete; return how many of the new tokens are kept."""
         request, output = handle.request, handle.output_text
         if output is None:
@@ -519,16 +519,16 @@ class Engine:
     def _abandon(self, error: BaseException, grown: Sequence[RequestHandle]) -> None:
         """End the running requests, and those in `grown`, with the error of a failed step.
 
-        Waiting requests stay queued. The writes of this step may be lost, and with them the reset
-        of a slot after its last owner, so they are staged again.
+        Waiting requests stay queued. The table writes of this step may be lost, including resets of
+        released slots, so they are staged again.
         """
         for writer in self.worker.writers:
             writer.staging.take_back()
         self.schedulers.abandon()
         try:  # or late results of other ranks would be read as those of the next step
             for _, _, results in self._in_flight:
-                for of_rank in results:
-                    of_rank.wait()
+                for from_rank in results:
+                    from_rank.wait()
         except Exception:  # they will not come: the next step reports that
             self.rank_group.close()
         self._in_flight.clear()

@@ -1,11 +1,11 @@
 """The scheduler: it chooses the requests of the next step, and takes their new tokens afterwards.
 
-It knows requests, slots and pages, and neither tensors nor text. `choose` and `advance` make its
-part of a step, which dp_schedulers.py joins with that of the other DP ranks. Requests advance as if
-the step had run, because the engine launches every step it plans, in order, on one stream. `commit`
-may come one or more steps later. Until then a sampled token is in flight: it has a position, not
-yet an id. A launched step may still touch what `commit` frees; that is safe, because the write that
-gives the slot or page to another request is applied after it.
+It knows requests, slots and pages, but neither tensors nor text. `choose` and `advance` plan its
+part of a step, which dp_schedulers.py joins with those of the other DP ranks. Requests advance as
+if the step had run, because the engine launches every step it plans, in order, on one stream.
+`commit` may come one or more steps later. Until then a sampled token is in flight: it has a
+position, but no id yet. A launched step may still use what `commit` frees; that is safe, because
+the write that gives the slot or page to another request is applied after it.
 
 A prompt that exceeds the token budget of a step is computed over several (chunked prefill).
 
@@ -20,12 +20,12 @@ The rules it keeps:
 - A prompt is chunked only when it exhausts the step's tokens, and no request is admitted before it
   is complete. So at most one running request is short of its target. A step has decodes first, then
   that chunk, then new requests.
-- In a KV group with a window, pages are taken chunk by chunk. A chunk that finds too few skips the
-  step; to preempt it would only mean to recompute it. The other running requests free pages when
-  they end: alone, the chunk always fits.
+- In a KV group with a window, pages are taken chunk by chunk. If there are too few, the chunk skips
+  the step rather than being preempted, which would waste its work. The other running requests free
+  pages when they end, and if it is the only one, the chunk always fits.
 - The tokens that a grammar allows depend on the last token, so a request with a grammar skips steps
-  while its sample is in flight and until its mask is there. The others continue. If it was
-  preempted meanwhile, no request behind it in the queue is admitted before it.
+  while its sample is in flight and until its mask has arrived. Other requests continue. If it was
+  preempted meanwhile, no request behind it in the queue is admitted first.
 - A step that verifies drafts contains decodes only. How many tokens each row gains is known late,
   so pages are taken for the maximum: later tokens use them if these do not.
 """
@@ -124,9 +124,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.admits = True
         """Whether waiting requests may begin."""
-        self.leaving: Callable[[Request], None] | None = None
-        """Called before a request that is preempted, or ends without an error, gives its pages
-        back."""
+        self.before_release: Callable[[Request], None] | None = None
+        """Called before a request releases its pages, if it is preempted or ends without error."""
         self._running = RequestQueue()
         self._waiting = RequestQueue()
         self._last_arrival: int | None = None
@@ -187,9 +186,9 @@ class Scheduler:
         return rows
 
     def remember(self, rows: Iterable[Row]) -> None:
-        """Let later requests find the pages of prompts that these rows compute: not in the same
-        step, where a row must not read what another row writes, and not pages that the drafter has
-        not processed."""
+        """Put the pages of prompts that these rows compute into the prefix cache, for later steps:
+        within a step, no row may read what another writes. Pages that the drafter has not processed
+        are left out."""
         for row in rows:
             if row.start < row.request.target:
                 self.ledger.remember(row.request)
@@ -236,8 +235,8 @@ class Scheduler:
         return len(tokens)
 
     def settle(self, request: Request) -> bool:
-        """End a request that has all its tokens, now that its next mask is there or will never be;
-        return whether it has ended."""
+        """End a request whose grammar has failed or allows no further token, or which has reached
+        its maximum length; return whether it has ended."""
         if request.grammar is not None and request.grammar.failure:
             self.finish(request, "abort")
         elif request.grammar is not None and not request.grammar.can_go_on(request.banned_ids):
@@ -253,7 +252,7 @@ class Scheduler:
         in the last possible token is a stop, not a length."""
         if request.status is RequestStatus.RUNNING:
             if reason != "abort":  # after a failed step nothing can be read
-                self._leave(request)
+                self._call_before_release(request)
             self._vacate(request)
         elif request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
@@ -265,8 +264,8 @@ class Scheduler:
             request.grammar.release()
 
     def abandon(self) -> None:
-        """End all planned requests after a failed step. It is unknown how far they came, so nothing
-        that they were to compute can be found in the prefix cache."""
+        """End all planned requests after a failed step. How much of it was computed is unknown, so
+        the prefix cache is emptied."""
         for request in [*self._running, *self._waiting]:
             if request.status is RequestStatus.RUNNING or request.num_in_flight:
                 self.cancel(request)
@@ -280,7 +279,7 @@ class Scheduler:
         """Take slot and pages from the last running request, which is computed again later: the
         youngest of those with the highest priority value."""
         request = self._running.last
-        self._leave(request)
+        self._call_before_release(request)
         self._vacate(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
@@ -289,7 +288,7 @@ class Scheduler:
         return request
 
     def preempt_all(self) -> list[Request]:
-        """Let every running request be computed again; return the requests that have begun."""
+        """Preempt every running request, so that it is recomputed; return all preempted ones."""
         while self._running:
             self.preempt_last()
         return [request for request in self._waiting if request.num_preemptions]
@@ -305,7 +304,9 @@ class Scheduler:
                 f"{len(running)} requests run in {len(slots)} of {self.slots.num_slots} slots"
             )
         for priority in {request.params.priority for request in running + waiting}:
-            self._check_equals([r for r in running + waiting if r.params.priority == priority])
+            self._check_arrival_order(
+                [r for r in running + waiting if r.params.priority == priority]
+            )
         num_chunks = sum(request.num_computed < request.target for request in running)
         if num_chunks > 1:
             raise PoolError(f"{num_chunks} requests are short of their targets, at most 1 may be")
@@ -426,9 +427,9 @@ class Scheduler:
             self.writer.pages_changed(request, *change)
         return changes is not None
 
-    def _leave(self, request: Request) -> None:
-        if self.leaving is not None:
-            self.leaving(request)
+    def _call_before_release(self, request: Request) -> None:
+        if self.before_release is not None:
+            self.before_release(request)
 
     def _vacate(self, request: Request) -> None:
         self._running.remove(request)
@@ -448,7 +449,7 @@ class Scheduler:
             self.settle(request)
         return request.status is RequestStatus.FINISHED
 
-    def _check_equals(self, requests: Sequence[Request]) -> None:
+    def _check_arrival_order(self, requests: Sequence[Request]) -> None:
         """Check the order of requests with one priority: the running ones, then the waiting."""
         arrivals = [request.arrival for request in requests]
         if arrivals != sorted(arrivals):

@@ -22,7 +22,7 @@ from slotzero.system.stacks import write_stacks_when_asked
 
 if TYPE_CHECKING:
     from slotzero.executor.worker import Worker
-    from slotzero.graph.transfer import Arriving
+    from slotzero.graph.transfer import PendingTensors
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,7 +68,7 @@ def follow(rank: int, connection: "Connection[Any, Any]") -> None:
 
 def run_messages(worker: "Worker", connection: "Connection[Any, Any]") -> None:
     """Run the messages of rank 0 until the connection ends or a message is None."""
-    outbox: queue.SimpleQueue[Arriving | None] = queue.SimpleQueue()
+    outbox: queue.SimpleQueue[PendingTensors | None] = queue.SimpleQueue()
     # In another thread, so that waiting for the samples of a step does not delay the next launch.
     sender = threading.Thread(target=_send, args=(outbox, connection), daemon=True)
     sender.start()
@@ -80,7 +80,9 @@ def run_messages(worker: "Worker", connection: "Connection[Any, Any]") -> None:
     sender.join()
 
 
-def _send(outbox: "queue.SimpleQueue[Arriving | None]", connection: "Connection[Any, Any]") -> None:
+def _send(
+    outbox: "queue.SimpleQueue[PendingTensors | None]", connection: "Connection[Any, Any]"
+) -> None:
     try:
         while (results := outbox.get()) is not None:
             connection.send([tensor.numpy() for tensor in results.wait()])

@@ -18,7 +18,7 @@ from torch import Tensor
 from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.errors import ConfigError, ContractError, RankLostError
 from slotzero.executor.step_message import Message
-from slotzero.graph.transfer import Arriving
+from slotzero.graph.transfer import PendingTensors
 
 LOOPBACK = "lo"  # all ranks are on this machine
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -37,7 +37,7 @@ class RankGroup:
     def send(self, messages: Sequence[Message]) -> None:
         """Send one message for each DP rank, before rank 0 runs its own."""
 
-    def sampled(self, dp_rank: int) -> Arriving:
+    def sampled(self, dp_rank: int) -> PendingTensors:
         """Return the samples of another DP rank in the last step that was sent to it.
 
         The results of several steps must be read in order.
@@ -83,7 +83,7 @@ class RemoteRanks(RankGroup):
                     f"timed out: rank {rank} read no messages for {self._seconds:g} s"
                 ) from None
 
-    def sampled(self, dp_rank: int) -> Arriving:
+    def sampled(self, dp_rank: int) -> PendingTensors:
         return _Sent(dp_rank, self._connections[dp_rank], self._seconds)
 
 

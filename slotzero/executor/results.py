@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from slotzero.graph.transfer import Arriving
+from slotzero.graph.transfer import PendingTensors
 from slotzero.models.pooling import Vector
 from slotzero.runners.passes import SAMPLED
 from slotzero.runners.pooler import POOLED
@@ -23,7 +23,7 @@ class RowLogprobs:
 class Results:
     """Sampled tokens of one step; reading them waits for the device."""
 
-    def __init__(self, download: Arriving, names: Sequence[str], width: int) -> None:
+    def __init__(self, download: PendingTensors, names: Sequence[str], width: int) -> None:
         """Wrap a download; `names` are its tensors in order, of which the last may be missing."""
         self._download, self._names, self._width = download, names, width
 

@@ -23,7 +23,7 @@ from slotzero.executor.step_watch import StepWatch, Work
 from slotzero.executor.table_writer import TableWriter
 from slotzero.graph import GraphKey, NoCaptureSize, Registry, Runner
 from slotzero.graph.runner import RecordingReport
-from slotzero.graph.transfer import Arriving, Download
+from slotzero.graph.transfer import Download, PendingTensors
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types_recurrent import States
 from slotzero.models.checkpoint import Checkpoint
@@ -188,12 +188,12 @@ class Worker:
         self.rank_group.send(messages)
         with torch.inference_mode():
             self._launch(messages[0], launches)
-            downloads: list[Arriving] = [self._download(messages[0])]
+            downloads: list[PendingTensors] = [self._download(messages[0])]
         downloads += [self.rank_group.sampled(dp_rank) for dp_rank in range(1, len(messages))]
         names = self._ring(messages[0]).names
         return [Results(download, names, step.width) for download in downloads]
 
-    def run_message(self, message: Message) -> Arriving | None:
+    def run_message(self, message: Message) -> PendingTensors | None:
         """Run a message of rank 0; return this rank's samples for its own requests, if any."""
         with torch.inference_mode():
             if isinstance(message, Update):
@@ -246,25 +246,25 @@ class Worker:
                 self._seconds[key] = runner.measure_seconds(key)
         return self._seconds[key]
 
-    def check_update(self, given: Checkpoint, is_partial: bool) -> list[str]:
+    def check_update(self, checkpoint: Checkpoint, is_partial: bool) -> list[str]:
         """Raise WeightUpdateError unless the weights can be replaced by these; return the names of
         the tensors that are read."""
         if self.updater is None:
             raise WeightUpdateError(
                 "this model runs over the bridge to transformers, where weights cannot be updated"
             )
-        return self.updater.check(given, is_partial)
+        return self.updater.check(checkpoint, is_partial)
 
-    def update_weights(self, given: Checkpoint, names: Sequence[str]) -> None:
+    def update_weights(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
         """Replace weights, on all ranks, after `check_update`."""
         assert self.updater is not None
         refill, ranks = self.updater.begin(names), self.ranks
         with torch.inference_mode():
             if ranks.is_distributed:
-                update = Update([_described(name, given.read(name)) for name in names])
+                update = Update([_described(name, checkpoint.read(name)) for name in names])
                 self.rank_group.send([update] * len(self.writers))
             for name in names:
-                tensor = given.read(name)
+                tensor = checkpoint.read(name)
                 if ranks.is_distributed:
                     tensor = tensor.to(self.registry.device).contiguous()
                     ranks.broadcast(tensor)

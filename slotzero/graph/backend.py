@@ -1,7 +1,7 @@
 """The contract of a backend, and the eager backend, which does not record.
 
-A step function is called as `function(pieces)`; it reads and writes registered tensors only. Where
-a piece of it repeats (a layer), it calls `pieces(fn, *arguments)` rather than `fn(*arguments)`, so
+A step function is called as `function(pieces)`; it reads and writes registered tensors only. It
+calls functions that repeat (layers) as `pieces(fn, *arguments)` rather than `fn(*arguments)`, so
 that a rehearsal can run equal calls once.
 """
 
@@ -72,8 +72,8 @@ class PlainPieces(Pieces):
 
 
 class OncePieces(Pieces):
-    """Runs equal pieces once and hands the others its results: for callers that want to see what
-    would run, and not the numbers."""
+    """Runs equal pieces once and returns the same results for the others, for callers that need
+    the launches but not the numbers."""
 
     def __init__(self) -> None:
         self._results: dict[tuple[object, ...], Any] = {}

@@ -1,7 +1,7 @@
-"""The registry of every tensor that a recorded graph can see, with the rules for each kind.
+"""The registry of every tensor that a captured graph uses, with the rules for each kind.
 
-It allocates, pads, stamps and fingerprints tensors, and does not know what they mean. Nothing that
-a graph sees is allocated elsewhere; after `freeze` no tensor is added and no address may change.
+It allocates, pads, stamps and fingerprints tensors, and does not know what they mean. A graph uses
+no other long-lived tensors; after `freeze` no tensor is added and no address may change.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,16 +34,18 @@ class Entry:
     pad: int | None = None
     reason: str = ""
     axis: int = 0
-    """For a table: the axis indexed by slot, or with `through`, by what a slot owns."""
+    """For a table: the axis that is indexed by slot, or with `through`, by page or similar."""
     through: str = ""
-    """For a table that is not indexed by slot: the table whose rows list what each slot owns."""
+    """For a table that is not indexed by slot, such as a KV cache: the table whose rows list the
+    indices that each slot owns, such as a page table."""
     per: str = "row"
     """For a derived or output tensor: one entry per "row", per "token", or for the "step" as a
     whole."""
     is_float8: bool = False
     """For bytes: they are codes of numbers in e4m3."""
     chosen_from: str = ""
-    """The tensor that it was chosen from: if that differs by rounding, this may differ entirely."""
+    """The tensor from which its values were chosen, such as logits for tokens: if that differs by
+    rounding, these may differ entirely."""
 
     def extent(self, tokens: int, rows: int) -> int:
         """Return how many entries of a derived or output tensor a step of this size writes."""
@@ -62,7 +64,7 @@ class Registry:
         self._stamps: dict[str, int] = {}
         self._rings: dict[str, UploadRing] = {}
         self._frozen = False
-        self._taken: tuple[int, tuple[Fingerprint, ...]] = -1, ()  # step, and fingerprints in it
+        self._latest: tuple[int, tuple[Fingerprint, ...]] = -1, ()  # step, and fingerprints in it
 
     # One method per kind.
 
@@ -156,16 +158,16 @@ class Registry:
         self._rings[name].upload(values, entry.pad)
         self._stamps[name] = self.step
 
-    def was_published(self, name: str) -> list[int]:
-        """Return what the device must hold now: the last values, and the pad value to the end."""
+    def published_values(self, name: str) -> list[int]:
+        """Return the expected contents: the last published values, padded to the end."""
         entry = self.entry(name)
         assert entry.pad is not None
         values = self._rings[name].uploaded
         return [*values, *[entry.pad] * (entry.tensor.shape[0] - len(values))]
 
-    def distrust_published(self) -> None:
-        """Upload all published tensors again even if nothing changed, as other code wrote to
-        them."""
+    def reupload_published(self) -> None:
+        """Upload all published tensors at the next step even if nothing changed, because other code
+        wrote to them."""
         for ring in self._rings.values():
             ring.forget()
 
@@ -184,10 +186,10 @@ class Registry:
     def check_fingerprints(self, recorded: tuple[Fingerprint, ...]) -> None:
         """Compare fingerprints, which are taken once per step, however many recordings it
         replays."""
-        step, current = self._taken
+        step, current = self._latest
         if step != self.step:
             current = self.fingerprints()
-            self._taken = self.step, current
+            self._latest = self.step, current
         if current != recorded:
             self._name_the_change(recorded, current)
 

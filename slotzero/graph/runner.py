@@ -1,6 +1,7 @@
-"""The one class that records and replays; each runner is a spec.
+"""The runner: it captures one pass at every size, and checks and replays it.
 
-It knows keys, sizes and checks. The spec's function computes the step.
+One class serves all passes; a spec has what differs. It knows keys, sizes and checks. The spec's
+function computes the pass.
 """
 
 import time
@@ -31,7 +32,7 @@ TIMED_REPLAYS = 4  # back to back like steps, so that the host's launch time is 
 
 @dataclass(frozen=True)
 class GraphKey:
-    """The key of one recording: planning picks it and running uses it, so they cannot disagree."""
+    """The key of one recording: a step is dispatched, checked and replayed by the same key."""
 
     runner: str
     tokens: int
@@ -58,9 +59,10 @@ class RunnerSpec:
     """The derived tensors and outputs that it writes; it must not change any others."""
     width: int = 1
     chosen_from: Mapping[str, str] = field(default_factory=dict)
-    """For tables into which this runner writes a choice: the tensor that it chose from."""
+    """For tables into which this runner writes a choice, such as a token: the tensor from which it
+    was chosen, such as logits."""
     ahead: int = 0
-    """Number of places after a slot's newest token that it may write."""
+    """Number of positions after a slot's newest token that it may write."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,8 @@ class Runner:
         return not self._eager_reason
 
     def entries(self) -> list[Entry]:
-        """Return what it sees: all tables and constants, its published tensors, and those that it
-        writes."""
+        """Return the tensors that it may use: all tables and constants, its published tensors, and
+        those that it writes."""
         own = {*self.spec.published, *self.spec.writes}
         shared = (TensorKind.TABLE, TensorKind.CONSTANT)
         return [e for e in self.registry.entries() if e.kind in shared or e.name in own]
@@ -159,8 +161,8 @@ class Runner:
                     yield GraphKey(self.spec.name, size, num_rows)
 
     def rehearse(self, key: GraphKey) -> None:
-        """Run one size over an empty step, with equal layers only once, so that kernels are built
-        and tuned before recording."""
+        """Run one size over an empty step without recording it, equal layers only once, so that
+        kernels are compiled and tuned."""
         self._publish_empty_step()
         self.spec.function(key, OncePieces())
 
@@ -191,7 +193,7 @@ class Runner:
             self.record(key)
 
     def run(self, key: GraphKey, num_tokens: int) -> None:
-        """Check and replay a size over what was published in this step."""
+        """Check and replay a size over the values published in this step."""
         self.check(key, num_tokens)
         if self.observer is None:
             self.replay(key)
@@ -215,7 +217,7 @@ class Runner:
         return self._recordings[key].addresses()
 
     def replay(self, key: GraphKey) -> None:
-        """Replay without checks and counts, over whatever the registered tensors hold."""
+        """Replay without checks and counts, over the present contents of the tensors."""
         self._recordings[key].replay()
 
     def measure_seconds(self, key: GraphKey) -> float:

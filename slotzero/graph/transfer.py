@@ -2,8 +2,8 @@
 
 A host buffer is reused only when the copy that read it has finished, so no step can see the values
 of a later one. The device never waits between two steps: a vector that did not change is not
-uploaded again, and results leave on a separate stream. On the CPU the same code copies immediately.
-Rings see a device through `Copies`, so that a check can put one in its place that is late.
+uploaded again, and results are downloaded on a separate stream. On the CPU the same code copies
+immediately. Rings use a device through `Copies`, so that a check can simulate a slow one.
 """
 
 import time
@@ -21,14 +21,14 @@ DEPTH = 4  # copies in flight before the host waits for the oldest
 NAP = 20e-6  # seconds between two polls of an event with a deadline
 
 
-class Arriving(Protocol):
-    """Results on their way to the host; `wait` returns them once they have arrived."""
+class PendingTensors(Protocol):
+    """Results that are being copied to the host; `wait` returns them once they have arrived."""
 
     def wait(self) -> list[Tensor]: ...
 
 
 class Event(Protocol):
-    """A place in the work of a device."""
+    """A point in the stream of a device, like `torch.cuda.Event`."""
 
     def synchronize(self) -> None: ...
 
@@ -36,23 +36,23 @@ class Event(Protocol):
 
 
 class Copies(ABC):
-    """The copies of a device that returns before they are done."""
+    """Asynchronous copies to and from a device."""
 
     @abstractmethod
     def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copy after the work so far, and before later work."""
+        """Copy in stream order."""
 
     @abstractmethod
-    def mark(self) -> Event:
-        """Return the place after the work so far."""
+    def record_event(self) -> Event:
+        """Record an event after all work so far."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Let later work begin after this place."""
+        """Make later work of the stream wait for an event."""
 
     @abstractmethod
     def send(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Event:
-        """Copy after the work so far, beside later work; return the place after the copy."""
+        """Copy after all work so far, concurrently with later work; return the copy's event."""
 
 
 class CudaCopies(Copies):
@@ -66,7 +66,7 @@ class CudaCopies(Copies):
     def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         _copy(sources, targets)
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()  # type: ignore[attr-defined]
         return event
@@ -79,11 +79,11 @@ class CudaCopies(Copies):
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             _copy(sources, targets)
-            return self.mark()
+            return self.record_event()
 
 
 def copies_of(tensor: Tensor) -> Copies | None:
-    """Return the copies of the tensor's device; None: they are done when the call returns."""
+    """Return the copies of the tensor's device; None: its copies are synchronous."""
     return CudaCopies(tensor.device) if tensor.is_cuda else None
 
 
@@ -99,22 +99,22 @@ class UploadRing:
         self._events: list[Event | None] = [None] * DEPTH
         self._next = 0
         self.uploaded: list[int] = []
-        self._is_there = False
+        self._is_current = False
 
     def forget(self) -> None:
-        """Make the next upload unconditionally, as the device may hold something else."""
-        self._is_there = False
+        """Upload next time even if nothing changed, because other code wrote to the target."""
+        self._is_current = False
 
     def upload(self, values: Sequence[int], pad: int) -> None:
         values = list(values)
-        if self._is_there and values == self.uploaded:
+        if self._is_current and values == self.uploaded:
             return
-        self.uploaded, self._is_there = values, True
+        self.uploaded, self._is_current = values, True
         i = self._next
         self._next = (i + 1) % DEPTH
         event = self._events[i]
         if event is not None:
-            event.synchronize()  # the copy of DEPTH steps ago, finished long since
+            event.synchronize()  # the copy of DEPTH steps ago, which has long finished
         view = self._views[i]
         view[: len(values)] = values
         view[len(values) :] = pad
@@ -122,13 +122,14 @@ class UploadRing:
             self._target.copy_(self._buffers[i])
         else:
             self._copies.copy([self._buffers[i]], [self._target])
-            self._events[i] = self._copies.mark()
+            self._events[i] = self._copies.record_event()
 
 
 class DownloadRing:
     """Copies the first rows of some device tensors to the host, with several copies in flight.
 
-    On a GPU they are copied aside on the device first, so that the next step may overwrite them.
+    On a GPU they are first copied to a second device buffer, so that the next step may overwrite
+    the tensors.
     """
 
     def __init__(
@@ -160,19 +161,19 @@ class DownloadRing:
         else:
             last, aside = self._events[i], _first(lengths, self._aside[i])
             if last is not None:
-                self._copies.wait(last)  # DEPTH steps ago, finished long since
+                self._copies.wait(last)  # of DEPTH steps ago, which has long finished
             self._copies.copy(sources, aside)
             event = self._events[i] = self._copies.send(aside, views)
         return Download(views, event, self, self._count)
 
     @property
     def oldest(self) -> int:
-        """The oldest download whose buffers were not reused."""
+        """Number of the oldest download whose buffers were not reused."""
         return self._count - DEPTH + 1
 
 
 class Download:
-    """Device results on their way to the host; `wait` returns them once they have arrived."""
+    """One download of a ring; `wait` returns the host tensors once they have arrived."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""The decode and prefill passes of a decoder, and their specs as runners. A pooled prefill computes
-vectors of prompts, too, and a scored one also the log probabilities of their tokens.
+"""The decode and prefill passes of a decoder, and their runner specs. A pooled prefill also
+computes vectors of prompts, a scored prefill also log probabilities of prompt tokens.
 
-A step publishes the slots that run, `slots`, and for prefill the tokens of each row, `counts`. The
-start of a row is not published: it is `length[slot]`, the number of tokens whose KV is stored. All
-else is derived below, by the same code for recording, replay and eager steps. A drafter, if there
-is one, processes the tokens of every prefill, and those that were verified.
+A step publishes the slots that run, `slots`, and for prefill the number of tokens of each row,
+`counts`. The start of a row is not published: it is `length[slot]`, the number of tokens whose KV
+is stored. All else is derived below, by the same code for recording, replay and eager steps. The
+drafter, if there is one, processes the tokens of every prefill.
 """
 
 from collections.abc import Mapping

@@ -22,7 +22,7 @@ from slotzero.server.messages import (
     Pause,
     ResetPrefixCache,
     Resume,
-    Running,
+    RunningAction,
     Sleep,
     UpdateWeights,
     WakeUp,
@@ -57,7 +57,7 @@ class Admin:
         """End all requests, with the tokens that they have."""
         await self._client.perform(AbortAll())
 
-    async def pause(self, running: Running) -> None:
+    async def pause(self, running: RunningAction) -> None:
         async with self._lock:
             await self._client.perform(Pause(running))
             self.is_paused = True
@@ -85,7 +85,7 @@ class Admin:
         async with self._lock:
             await self._client.perform(LeaveGroup(name))
 
-    async def sleep(self, level: Literal[1, 2], running: Running = "abort") -> None:
+    async def sleep(self, level: Literal[1, 2], running: RunningAction = "abort") -> None:
         """Give back the memory of the KV cache, and at level 2 also of the weights."""
         async with self._lock:
             sleep = Sleep(level, running)
@@ -118,7 +118,9 @@ class Admin:
             if self._has_staged:
                 await self._drop_staged()
 
-    async def update_staged(self, *, version: str | None = None, running: Running = "hold") -> str:
+    async def update_staged(
+        self, *, version: str | None = None, running: RunningAction = "hold"
+    ) -> str:
         """Replace the weights of which tensors were sent, if any; return their version."""
         if not self._has_staged:
             return self.weight_version
@@ -130,7 +132,7 @@ class Admin:
         path: str | None,
         *,
         partial: bool = False,
-        running: Running = "hold",
+        running: RunningAction = "hold",
         version: str | None = None,
     ) -> str:
         """Replace the weights by those of a folder or file, or by the tensors that were sent;

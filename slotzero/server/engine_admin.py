@@ -30,7 +30,7 @@ from slotzero.server.messages import (
     Pause,
     ResetPrefixCache,
     Resume,
-    Running,
+    RunningAction,
     Sleep,
     StageBroadcast,
     StagePickled,
@@ -41,7 +41,7 @@ from slotzero.server.messages import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slotzero.checkpoint.given import Given
+    from slotzero.checkpoint.named_tensors import NamedTensors
     from slotzero.engine.engine import Engine
 
 _log = logging.getLogger("slotzero.server")
@@ -86,7 +86,7 @@ class EngineAdmin:
     def turn(self) -> None:
         """Perform the actions that need not wait for running requests."""
         while self._waiting and not self._must_wait(self._waiting[0].action):
-            self._engine.schedulers.let_in(True)
+            self._engine.schedulers.allow_admission(True)
             request = self._waiting.popleft()
             if isinstance(request.action, LongAction):
                 self._is_busy = True
@@ -103,7 +103,7 @@ class EngineAdmin:
             return False
         if not self.lets_run or not self._engine.schedulers.num_running:
             return False
-        self._engine.schedulers.let_in(False)
+        self._engine.schedulers.allow_admission(False)
         return True
 
     def _run_long(self, request: AdminRequest) -> None:
@@ -186,7 +186,7 @@ class EngineAdmin:
             case DropStaged():
                 self._staged = {}
 
-    def _sleep(self, level: int, running: Running) -> None:
+    def _sleep(self, level: int, running: RunningAction) -> None:
         if self.asleep:
             raise InvalidInputError(
                 f"{' and '.join(sorted(self.asleep))} sleep already: wake them up first"
@@ -217,7 +217,7 @@ class EngineAdmin:
         )
         self._staged, self._lacks_weights = {}, False
 
-    def _weights(self, path: str | None) -> "Given | str":
+    def _weights(self, path: str | None) -> "NamedTensors | str":
         """Return the tensors that were staged, those of a .safetensors file, or a folder."""
         if path is None:
             if not self._staged:

@@ -26,8 +26,8 @@ class Cancel(Struct, tag="cancel", array_like=True, frozen=True):
     id: str
 
 
-Running = Literal["hold", "finish", "abort"]
-"""What becomes of requests that have begun: see `Engine.update_weights`."""
+RunningAction = Literal["hold", "finish", "abort"]
+"""What happens to running requests; see `Engine.update_weights`."""
 
 
 class ResetPrefixCache(Struct, tag="reset", array_like=True, frozen=True):
@@ -38,7 +38,7 @@ class Pause(Struct, tag="pause", array_like=True, frozen=True):
     """Makes the engine run no more steps; new requests wait. With "abort", those that wait end
     too."""
 
-    running: Running
+    running: RunningAction
 
 
 class Resume(Struct, tag="resume", array_like=True, frozen=True):
@@ -60,7 +60,7 @@ class CheckWeights(Struct, tag="check", array_like=True, frozen=True):
 class UpdateWeights(Struct, tag="update", array_like=True, frozen=True):
     path: str | None
     is_partial: bool
-    running: Running
+    running: RunningAction
     version: str
 
 
@@ -74,7 +74,7 @@ class Sleep(Struct, tag="sleep", array_like=True, frozen=True):
     """Gives memory back: of the KV cache, and at level 2 also of the weights."""
 
     level: Literal[1, 2]
-    running: Running
+    running: RunningAction
 
 
 class WakeUp(Struct, tag="wake", array_like=True, frozen=True):

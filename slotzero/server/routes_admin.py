@@ -12,12 +12,12 @@ from pydantic import Field
 from slotzero.server.admin import TAGS, Tag
 from slotzero.server.app_state import AppState
 from slotzero.server.chat_messages import RequestModel
-from slotzero.server.messages import Running
+from slotzero.server.messages import RunningAction
 from slotzero.server.replies import Empty, ReplyModel
 from slotzero.server.streaming import responses, told
 
 PauseMode = Literal["abort", "wait", "keep"]
-_RUNNING: dict[PauseMode, Running] = {"abort": "abort", "wait": "finish", "keep": "hold"}
+_RUNNING: dict[PauseMode, RunningAction] = {"abort": "abort", "wait": "finish", "keep": "hold"}
 
 Version = Annotated[str, Field(pattern=r"^[ -~]{1,128}$")]
 """A version is sent in a header."""
@@ -28,7 +28,7 @@ class LoadWeightsRequest(RequestModel):
     """A folder with a checkpoint, or a .safetensors file, on the server's machine."""
     partial: bool | None = None
     """Keep the weights that are not in it; a .safetensors file is always partial."""
-    running: Running = "hold"
+    running: RunningAction = "hold"
     """What becomes of requests that have begun."""
     weight_version: Version | None = None
 

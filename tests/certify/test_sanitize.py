@@ -181,7 +181,7 @@ def forgets_to_locate(runner: Runner, replay: Callable[[], None]) -> None:
 def writes_all_other_pages(runner: Runner, replay: Callable[[], None]) -> None:
     replay()
     registry = runner.registry
-    mine = registry["page_table"][registry.was_published("slots")].unique().long()
+    mine = registry["page_table"][registry.published_values("slots")].unique().long()
     kv = registry["kv_full"]
     kept = kv[:, mine].clone()
     kv.fill_(1.0)
@@ -191,7 +191,7 @@ def writes_all_other_pages(runner: Runner, replay: Callable[[], None]) -> None:
 def writes_rows_of_others(runner: Runner, replay: Callable[[], None]) -> None:
     replay()
     idle = set(range(1, len(runner.registry["length"]))) - set(
-        runner.registry.was_published("slots")
+        runner.registry.published_values("slots")
     )
     runner.registry["length"][min(idle)] = 3
 
@@ -215,7 +215,7 @@ def reads_all_other_pages(runner: Runner, replay: Callable[[], None]) -> None:
 
 def reads_past_its_length(runner: Runner, replay: Callable[[], None]) -> None:
     registry = runner.registry
-    slot, _ = registry.was_published("slots")[:2]
+    slot, _ = registry.published_values("slots")[:2]
     position, page_size = int(registry["length"][slot]) + 1, registry["kv_full"].shape[2]
     page = registry["page_table"][slot, position // page_size]
     replay()
@@ -274,7 +274,7 @@ def engine(recorded: Engine) -> Iterator[Engine]:
     worker.tables.observer = recorded.sanitizer = None
     recorded._abandon(RuntimeError("the test is over"), [])
     worker.tables.apply()
-    worker.registry.distrust_published()
+    worker.registry.reupload_published()
     for name, tensor in memory.items():
         worker.registry[name].copy_(tensor)
 
@@ -424,7 +424,7 @@ def writes_states_of_others(runner: Runner, replay: Callable[[], None]) -> None:
 
 def reads_features_past_the_new(runner: Runner, replay: Callable[[], None]) -> None:
     registry = runner.registry
-    slot = registry.was_published("slots")[0]
+    slot = registry.published_values("slots")[0]
     num_new = int(registry["length"][slot] - registry["drafter_len"][slot])
     replay()
     unused = registry["features"][slot, num_new:]
@@ -433,7 +433,7 @@ def reads_features_past_the_new(runner: Runner, replay: Callable[[], None]) -> N
 
 def reads_drafts_past_the_last(runner: Runner, replay: Callable[[], None]) -> None:
     registry = runner.registry
-    slot = registry.was_published("slots")[0]
+    slot = registry.published_values("slots")[0]
     replay()
     position = int(registry["length"][slot] + registry["num_drafts"][slot])
     page = registry["page_table_draft"][slot, position // registry["kv_draft"].shape[2]]

@@ -46,7 +46,7 @@ class HostPredicate(Fault):
 
         def damaged(key: GraphKey, pieces: Pieces) -> None:
             function(key, pieces)
-            if all(slot == pad for slot in registry.was_published(slots)):
+            if all(slot == pad for slot in registry.published_values(slots)):
                 rows.zero_()
 
         with replaced(runner, case.scenario.key, damaged):

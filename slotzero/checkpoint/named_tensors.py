@@ -1,4 +1,4 @@
-"""Tensors that a caller gives for a running model, presented as a checkpoint."""
+"""New weights that a caller passes as named tensors, wrapped as a checkpoint."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, final
@@ -14,17 +14,17 @@ from slotzero.text.tokenizer import Tokenizer
 
 NAME = "weight update"
 
-Given = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-"""Tensors by the names that the model's checkpoint has for them."""
+NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""Tensors, with their names in the model's checkpoint."""
 
 
-def given_checkpoint(config: Mapping[str, Any], given: Given) -> Checkpoint:
+def checkpoint_of_tensors(config: Mapping[str, Any], named: NamedTensors) -> Checkpoint:
     """Return the tensors as a checkpoint of the model with this config.
 
-    All of them are held until the update has ended, so that a wrong one changes nothing.
+    All of them are collected before the update, so that an invalid one changes nothing.
     """
     tensors = dict[str, Tensor]()
-    for name, tensor in given.items() if isinstance(given, Mapping) else given:
+    for name, tensor in named.items() if isinstance(named, Mapping) else named:
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise WeightUpdateError(
                 f"{NAME}: {name!r:.80} is given with a {type(tensor).__name__}; pass pairs of a "
@@ -34,11 +34,11 @@ def given_checkpoint(config: Mapping[str, Any], given: Given) -> Checkpoint:
             raise WeightUpdateError(f"{NAME}: tensor {name} is given twice")
         tensor = tensor.detach()
         tensors[name] = tensor.cpu() if config.get("quantization_config") else tensor
-    return separate_experts(whole_model(text_part(_GivenCheckpoint(config, tensors))))
+    return separate_experts(whole_model(text_part(_TensorCheckpoint(config, tensors))))
 
 
 @final
-class _GivenCheckpoint(Checkpoint):
+class _TensorCheckpoint(Checkpoint):
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.name, self.config, self.eos_token_ids = NAME, config, ()
         self._tensors = tensors
