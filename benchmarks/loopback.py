@@ -22,7 +22,7 @@ from torch import Tensor, multiprocessing
 from slotzero.bench.hardware import describe, versions
 from slotzero.distributed.ranks import Ranks
 from slotzero.executor.rank_group import Rendezvous
-from slotzero.executor.step_message import Orders
+from slotzero.executor.step_message import StepMessage
 from slotzero.graph import GraphKey
 
 SIZES, ROWS, HIDDEN = (2, 4), (1, 64, 256), 4096
@@ -99,23 +99,23 @@ def _messages() -> list[dict[str, Any]]:
     other.start()
     lines = []
     for rows in ROWS:
-        orders = orders_of(rows)
+        message = message_of(rows)
 
-        def there_and_back(orders: Orders = orders) -> None:
-            ours.send(orders)
+        def there_and_back(message: StepMessage = message) -> None:
+            ours.send(message)
             ours.recv_bytes()
 
-        size = len(ForkingPickler.dumps(orders))
+        size = len(ForkingPickler.dumps(message))
         lines.append({"rows": rows, "bytes": size, "both": _timed(there_and_back)})
     ours.send(None)
     other.join()
     return lines
 
 
-def orders_of(rows: int) -> Orders:
+def message_of(rows: int) -> StepMessage:
     words = np.arange(2 * rows, dtype=np.int32).reshape(2, rows)
     slots, key = list(range(1, rows + 1)), GraphKey("decode", rows, rows)
-    return Orders(words, slots, [1] * rows, rows, rows, [key], 1, False)
+    return StepMessage(words, slots, [1] * rows, rows, rows, [key], 1, False)
 
 
 def _answer(connection: "Connection[Any, Any]") -> None:
