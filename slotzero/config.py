@@ -56,7 +56,7 @@ class EngineConfig:
     the engine's defaults. The commands chat and generate have their own defaults."""
     pooling: str = "auto"
     """Hidden states that become the embedding of a prompt: last (of its last token), mean (of all
-    its tokens), or auto for what a checkpoint of sentence-transformers says, else last."""
+    its tokens), or auto (as a sentence-transformers checkpoint configures, else last)."""
     score_tokens: str | None = None
     """For rerankers that answer in words, such as Qwen3-Reranker: the two answers, as in no,yes. A
     score is the probability of the second. Without it, scores are similarities of embeddings."""
@@ -87,7 +87,8 @@ class EngineConfig:
     with a lower `priority` first; when the KV cache is full, those with the highest value wait)."""
     kv_cache_memory: int | None = None
     """Bytes for the KV cache (suffixes K, M, G); default: derived from free memory. On a CPU 1 GiB,
-    or twice the weights or one request of the full context if larger, at most a quarter of it."""
+    or twice the weights or one request of full context if larger, at most a quarter of free memory.
+    """
     sliding_kv_memory: int | None = None
     """Bytes of the KV cache for sliding-window layers; default: enough for the same number of
     requests of --expected-len tokens as in the other layers."""
@@ -109,9 +110,9 @@ class EngineConfig:
     rank_timeout: float = 60.0
     """Seconds that one running device waits for another before the engine fails."""
     step_timeout: float | None = None
-    """Seconds after which a step counts as hanging: it is named in the log, with the stacks of all
-    threads, and a server replaces the engine; 0 means no limit (default: 20 times the slowest step
-    of the same sizes, at least 60, and 600 for a first one)."""
+    """Seconds after which a step counts as hanging: it is reported in the log, with the stacks of
+    all threads, and a server restarts the engine; 0 means no limit (default: 20 times the slowest
+    step of the same sizes, at least 60, and 600 for the first one)."""
     nnodes: int = 1
     """Number of machines over which the devices are distributed evenly. Run the same command on all
     machines, with the same secret in SLOTZERO_KEY, and a different --node-rank on each."""
@@ -132,29 +133,29 @@ class EngineConfig:
     """For models with recurrent layers: number of tokens between two snapshots of the state for the
     prefix cache, a multiple of the page size."""
     deterministic: bool = False
-    """Make tokens and log probabilities of a request depend on its own tokens, parameters and seed
-    alone, to the bit: not on the batch, chunked prefill, the prefix cache, preemption or drafts. On
-    a GPU this takes other kernels; see docs/determinism.md."""
+    """Batch-invariant results: tokens and log probabilities of a request depend only on its own
+    tokens, parameters and seed, to the bit, and not on the batch, chunked prefill, the prefix
+    cache, preemption or drafts. On a GPU this uses other kernels; see docs/determinism.md."""
     logprobs_mode: str = "raw_logprobs"
-    """Which log probabilities answers have: raw_logprobs, computed from the model's logits, or
-    processed_logprobs, from the distribution that is sampled, after mask, penalties, bias,
-    temperature and filters. raw_logits and processed_logits return logits instead. Prompts are not
-    sampled, so they always get raw_logprobs."""
+    """Log probabilities of answers: raw_logprobs (from the model's logits) or processed_logprobs
+    (of the sampled distribution, after mask, penalties, bias, temperature and filters). raw_logits
+    and processed_logits return logits instead. Prompts are not sampled, so they always get
+    raw_logprobs."""
     enable_return_routed_experts: bool = False
-    """Return with every answer the experts that the router of each MoE layer chose for each token
-    of prompt and answer, which training with the same routing needs."""
+    """Return with every answer the experts that each MoE layer's router chose for each token of
+    prompt and answer, for training with the same routing."""
     speculative: str | None = None
-    """Speculative decoding, which never changes an answer. The value is the drafter: eagle or
-    eagle3 (a draft head), mtp (the model's own MTP layers, or its assistant), draft (a small
-    model), or ngram (repetitions in the text so far)."""
+    """Drafter for speculative decoding, which does not change answers: eagle or eagle3 (a draft
+    head), mtp (the model's own MTP layers, or its assistant), draft (a small model), or ngram
+    (repetitions in the text so far)."""
     speculative_model: str | None = None
     """The draft head, draft model or assistant. smollm2 is a bundled eagle3 head, the default for
     that model."""
     speculative_steps: int = 4
     """Maximum number of draft tokens in sequence."""
     speculative_topk: int = 1
-    """Number of alternatives after each draft token. Above 1 the drafts form a tree, of which the
-    best are verified."""
+    """Number of alternatives after each draft token. Above 1 the drafts form a tree, whose most
+    likely tokens are verified."""
     speculative_num_draft_tokens: int | None = None
     """Number of tokens of a draft tree that are verified at once, including the newest token;
     default: 1 + steps * topk, at most 63."""
@@ -168,11 +169,11 @@ class EngineConfig:
     """Maximum host memory in bytes for one grammar (suffixes K, M, G). Compiled grammars that no
     request uses are cached up to the same total."""
     lazy_recording: bool = False
-    """Record a size when it is first needed instead of at startup."""
+    """Capture each step size when it is first needed instead of at start-up."""
     sanitize: str = "off"
-    """Check live traffic: run steps again, eagerly and with unowned memory overwritten; recompute
-    answers from their tokens alone; recount the owners of pages; and compare. sample checks some
-    steps, full checks all."""
+    """Check live traffic: rerun steps eagerly and with unowned memory overwritten, recompute
+    answers from their tokens alone, recount page owners, and compare. sample checks some steps,
+    full checks all."""
     sanitize_every: int = 1000
     """With --sanitize sample: check one step in N, and one answer after each such step."""
     sanitize_action: str = "log"

@@ -5,11 +5,11 @@ other requests run. A request with a grammar is in one of these states:
 
     compiling       its grammar is being compiled; no scheduler has it yet
     scheduled       a scheduler has it, and the mask of its next token is known
-    late            a scheduler has it, but its next mask did not come within MASK_GRACE: it sits
-                    out steps until the mask is there
+    late            a scheduler has it, but its next mask did not arrive within MASK_GRACE: it skips
+                    steps until the mask has arrived
 
-It does not know schedulers: the engine moves a request on when it is told to. The engine's lock
-guards every call; `check` takes it by itself.
+It does not know schedulers: the engine passes them the requests that are returned here. The
+engine's lock guards every call; only `check` acquires it itself.
 """
 
 import threading
@@ -87,7 +87,7 @@ class GrammarAdmission:
                 yield request, None
 
     def take_late(self) -> list[Request]:
-        """Return the late requests whose mask has come by now."""
+        """Return the late requests whose mask has arrived."""
         waiting = [
             request for request in self._late if request.status is not RequestStatus.FINISHED
         ]
@@ -95,8 +95,8 @@ class GrammarAdmission:
         return [request for request in waiting if _grammar(request).is_settled]
 
     def await_masks(self, requests: Sequence[Request]) -> list[Request]:
-        """Wait for a moment for the masks after newly committed tokens; return the requests whose
-        mask has come. The others are late."""
+        """Wait briefly for the masks after newly committed tokens; return the requests whose mask
+        has arrived. The others are late."""
         pending = [r for r in requests if r.awaits_mask and r.status is not RequestStatus.FINISHED]
         self.grammars.wait([_grammar(request) for request in pending], MASK_GRACE)
         self._late += [request for request in pending if not _grammar(request).is_settled]

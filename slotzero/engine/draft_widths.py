@@ -8,8 +8,8 @@ from slotzero.executor.worker import Worker
 from slotzero.speculative.widths import FixedWidth, SpeculationStats, WidthPolicy, Widths
 from slotzero.step import Step
 
-# A row is learnt from only if its request has room for a whole draft, or for this many tokens: with
-# large trees few rows would qualify otherwise.
+# Acceptance is learnt from a row only if its request has room for a whole draft, or for this many
+# tokens: with large trees few rows would qualify otherwise.
 MAX_UNCUT = 24
 
 
@@ -42,7 +42,7 @@ class DraftWidths:
             return
         depth = min(step.width - 1, stats.num_positions)
         uncut = 2 * (depth + 1) + self._ahead - depth  # tokens left with which a draft is whole
-        drafts = (of_row for of_rank in results for of_row in of_rank.drafts())
+        drafts = (counts for from_rank in results for counts in from_rank.drafts())
         for row, (num_drafts, num_accepted) in zip(step.rows, drafts, strict=True):
             stats.add(num_drafts, num_accepted)
             has_room = row.request.max_len - row.start > min(uncut, MAX_UNCUT)

@@ -24,7 +24,7 @@ class RequestHandle:
     vector: Vector | None = None
     """The vector of the prompt, if the request asks for one; see models/pooling.py."""
     stored_experts: np.ndarray | None = None
-    """The chosen experts of its tokens, and more rows, when it last gave its pages back."""
+    """The chosen experts of its tokens, and more rows, from when it last released its pages."""
     error: BaseException | None = None
     """The error of the step that failed with this request in it; else None."""
     listener: "Callable[[RequestHandle], None] | None" = None
@@ -32,11 +32,10 @@ class RequestHandle:
     weight_version: str = ""
     """The version of the weights that computed the newest token."""
     num_taken: int = 0
-    """Tokens that were handed out by `take`."""
+    """Number of tokens that `take` has returned."""
 
     def take(self) -> tuple[list[int], list[RowLogprobs]]:
-        """Return the tokens that were not handed out yet, and their log probabilities if the
-        request asks for them."""
+        """Return the tokens since the last call, and their log probabilities if requested."""
         first, self.num_taken = self.num_taken, len(self.token_ids)
         return self.token_ids[first:], self.logprobs[first:]
 
@@ -59,7 +58,7 @@ class RequestHandle:
 
     @property
     def refusal(self) -> RequestError | None:
-        """Why its grammar ended it, for the caller to mend; else None."""
+        """The error of its grammar, if that ended it, for the caller to correct; else None."""
         grammar = self.request.grammar
         return grammar.error if grammar is not None and self.finish_reason == "abort" else None
 

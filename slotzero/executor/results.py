@@ -24,7 +24,7 @@ class Results:
     """Sampled tokens of one step; reading them waits for the device."""
 
     def __init__(self, download: PendingTensors, names: Sequence[str], width: int) -> None:
-        """Wrap a download; `names` are its tensors in order, of which the last may be missing."""
+        """Wrap a download; `names` are its tensors in order, the last of which may be missing."""
         self._download, self._names, self._width = download, names, width
 
     def wait(self) -> None:

@@ -1,6 +1,6 @@
-"""The `SlotWriter` of a scheduler: it stages the table rows of requests.
+"""The `SlotWriter` of a scheduler: it stages writes to the table rows of requests.
 
-The tables are those of this rank or of another DP rank. It does not know when writes are applied.
+The tables are on this rank or on another DP rank. It does not know when writes are applied.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A ladder: the sizes at which a function is recorded. `pick` rounds up, or returns why not."""
+"""A ladder: the sizes at which a function is captured. `pick` rounds up to one of them."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from slotzero.errors import ConfigError
 
 @dataclass(frozen=True)
 class NoCaptureSize:
-    """Why no size fits; it is always counted and shown."""
+    """The reason why no size fits, which is always counted and shown."""
 
     reason: str
 

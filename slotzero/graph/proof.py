@@ -1,4 +1,4 @@
-"""The cheap part of certification, run on every recording before it serves.
+"""The start-up check: the cheap part of certification, run on every new recording.
 
 An empty step is replayed over poisoned memory: derived tensors must be rewritten over the whole
 size, outputs must be zero, and no table may change. It costs one replay. `slotzero certify` checks
@@ -53,8 +53,8 @@ def _is_wrong(entry: Entry, key: "GraphKey", poison: int) -> bool:
 
 
 def _witness(entry: Entry) -> Tensor:
-    """Return what must not change: a table by slot as a whole, or row 0 of a paged table, which no
-    slot owns."""
+    """Return the part that must not change: all of a table by slot, or row 0 of a paged table,
+    which no slot owns."""
     return entry.tensor.select(entry.axis, 0) if entry.through else entry.tensor
 
 

@@ -1,7 +1,7 @@
-"""The outputs of a step that are sent to the host, of which the last are the sampled tokens.
+"""The outputs of a step that are copied to the host; the last ones are those of sampling.
 
 The rule: an output has one entry per row or one per token, as registered, and only the entries of
-real rows are sent.
+real rows are copied.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from slotzero.graph import Registry
 from slotzero.graph.transfer import Download, DownloadRing
 from slotzero.sampling.tables import Sampled
 
-NUM_MORE = len(Sampled._fields) - 1  # outputs that are sent only with log probabilities
+NUM_MORE = len(Sampled._fields) - 1  # outputs that are copied only with log probabilities
 
 
 class ResultRing:

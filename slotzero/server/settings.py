@@ -27,11 +27,11 @@ class ServerSettings:
     api_key: tuple[str, ...] = ()
     """API key that clients must send; may be repeated. Without any, every request is accepted."""
     enable_admin: bool = False
-    """Offer the routes that pause generation and replace weights, for trainers; on an address that
-    others can reach they need a key."""
+    """Enable the routes that pause generation and replace weights, for trainers. They require a key
+    unless the server listens on a loopback address only."""
     admin_api_key: tuple[str, ...] = ()
-    """API key that these routes need, in place of --api-key; may be repeated. It is accepted by all
-    other routes too."""
+    """API key for these routes, instead of --api-key; may be repeated. All other routes accept it
+    too."""
     allowed_origins: tuple[str, ...] = ()
     """Origin of web pages that may call the server from a browser (CORS); may be repeated, * allows
     all."""
@@ -39,16 +39,16 @@ class ServerSettings:
     """Number of engines that serve in parallel, each with the whole model and its own devices (for
     DP attention within one engine see enable_dp_attention)."""
     max_waiting: int = 512
-    """Most requests that may wait for their first token; further ones are answered with 429."""
+    """Maximum number of requests that wait for their first token; further ones get status 429."""
     max_request_bytes: int = 4 << 20
     """Largest request body in bytes (suffixes K, M, G)."""
     max_connections: int | None = None
-    """Most open connections. One more closes the connection that has been idle longest; while
-    nearly all serve requests, further requests are answered with 503 (default: what `ulimit -n`
-    allows)."""
+    """Maximum number of open connections. One more closes the connection that has been idle
+    longest; while nearly all serve requests, further requests get status 503 (default: what
+    `ulimit -n` allows)."""
     receive_timeout: float = 30.0
-    """Seconds for a client to send the head of a request, and again for its body; after that it is
-    answered with 408."""
+    """Seconds for a client to send the headers of a request, and again for its body; after that it
+    gets status 408."""
     keep_alive_timeout: float = 75.0
     """Seconds that a connection may be idle between two requests before it is closed."""
     request_timeout: float | None = None
