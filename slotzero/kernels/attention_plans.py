@@ -1,7 +1,7 @@
-"""Attention plans: what the attention kernels derive from a step, once for all layers.
+"""Attention plans: how the attention of a step is split over programs, once for all layers.
 
-Each plan is the input of one kernel, which is chosen by the plan's type. `Kernels.plan` makes them;
-nothing else looks inside.
+Each type of plan belongs to one kernel. Only that kernel and `Kernels.plan`, which creates plans,
+read the fields.
 """
 
 from typing import NamedTuple

@@ -35,8 +35,8 @@ class Float8Rows(NamedTuple):
 
 
 class Normed(NamedTuple):
-    """The input of a linear layer. If it was under RMSNorm, the weight is applied, and the scale
-    too unless it is deferred."""
+    """The input of a linear layer, after its RMSNorm if it has one. The norm's weight is applied;
+    its scale may be deferred."""
 
     x: Tensor  # [rows, size]
     squares: Tensor | None = None
@@ -44,8 +44,8 @@ class Normed(NamedTuple):
     row is still to be divided by sqrt(sum of its parts / size + eps)."""
     eps: float = 0.0
     float8: Float8Rows | None = None
-    """The same rows in float8, if the kernel before rounded them. A linear layer whose format
-    rounds its input by row may use them; others take x."""
+    """The same rows in float8, if the previous kernel has rounded them, for linear layers whose
+    format rounds its input by row; others use x."""
 
     def select(self, rows: Tensor) -> "Normed":
         squares = None if self.squares is None else self.squares[:, rows]
@@ -63,7 +63,7 @@ class ResidualNorms(NamedTuple):
 
 
 class PairNorms(NamedTuple):
-    """RMSNorm weights of an embedding and of the hidden state beside it; None: no norm."""
+    """RMSNorm weights of an embedding and of a hidden state; None: no norm."""
 
     embed: Tensor | None
     hidden: Tensor | None
@@ -121,8 +121,8 @@ class Heads:
     window: int | None = None
     """Number of keys that a token sees, its own included; None: all of them."""
     is_chunked: bool = False
-    """The window does not end at a token's own key, but begins at the last multiple of its length:
-    a token sees the keys of its chunk up to its own."""
+    """Chunked attention: the window begins at the last multiple of its length, so a token sees the
+    keys of its chunk up to its own."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap)."""
     norms_whole: bool = False
