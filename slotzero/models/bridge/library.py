@@ -111,7 +111,8 @@ def attention_with_masks(made: Any) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Show neither the progress bars of transformers nor its report on tensors; both are ours."""
+    """Show neither progress bars of transformers nor its report on tensors, which are ours, nor
+    warnings of slow code while a model is examined."""
     logging = transformers().utils.logging
     level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
