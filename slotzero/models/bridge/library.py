@@ -66,10 +66,8 @@ def _model_class(config: Config) -> Any:
                 f"config field model_type={config.get('model_type')!r}: transformers "
                 f"{library.__version__} has no causal language model of this type"
             )
-        with quiet():
-            return mapping[kind]
-    with quiet():
-        found = getattr(library, str(named), None)
+        return mapping[kind]
+    found = getattr(library, str(named), None)
     if found is None:
         code = " (its code is part of the checkpoint, which is not run)"
         raise UnsupportedModelError(
@@ -113,8 +111,8 @@ def attention_with_masks(made: Any) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Show neither the progress bars of transformers, nor its report on tensors, nor its warnings
-    when a model's module is imported. What the user needs to know we say ourselves."""
+    """Show neither progress bars of transformers nor its report on tensors, which are ours, nor
+    warnings of slow code while a model is examined."""
     logging = transformers().utils.logging
     level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

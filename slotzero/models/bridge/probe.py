@@ -30,7 +30,7 @@ Config = Mapping[str, Any]
 def examine(config: Config) -> BridgedConfig:
     """Examine the model that a config.json names; refuse it by name if the bridge cannot run it."""
     kind, made = library.class_and_config(config)
-    with FakeTensorMode():
+    with library.quiet(), FakeTensorMode():
         return _Probe(kind, made).examined()
 
 
