@@ -1,58 +1,61 @@
-"""Faster Triton interpreter: caches work that it would repeat for every operation.
+"""Faster Triton interpreter: records what each operation does, and replays it.
 
-The cache depends on no kernel, and on no tensor that a kernel computes.
+An operation of a kernel passes through Python that checks, converts and broadcasts its operands
+and then asks a builder for arrays. What it asks for follows from the types of the tensors and the
+values of the other arguments. So it is recorded once for each of these, and later calls only make
+the arrays. The records depend on no kernel, and on no tensor that a kernel computes. An operation
+that cannot be recorded runs as ever.
 """
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-COMPARISONS = {
-    "less_than": np.less, "less_equal": np.less_equal, "greater_than": np.greater,
-    "greater_equal": np.greater_equal, "equal": np.equal, "not_equal": np.not_equal,
-}  # fmt: skip
-BITWISE = {"and_": np.bitwise_and, "or_": np.bitwise_or, "xor_": np.bitwise_xor}
-NUMBERS = "int32", "int64", "fp32"
-BITS = "int32", "int64", "int1"
-
 
 def make_quick() -> None:
     patch_once_a_launch()
-    call_directly()
     remember_types()
-    remember_conversions()
-    unwrap_quickly()
-    for ops, kinds in ((ARITHMETIC, NUMBERS), (COMPARISONS, NUMBERS), (BITWISE, BITS)):
-        for name, compute in ops.items():
-            compute_directly(name, compute, kinds)
+    load_at_once()
+    convert_by_table()
     compute_no_unread_overflow()
+    interpreter._patch_attr = patch_attr
 
 
 def patch_once_a_launch() -> None:
-    """Patch triton.language once per launch.
+    """Patch triton.language once per launch, and look up only once what is to be patched.
 
     The interpreter patches it again whenever one jit function calls another, although nothing is
     restored before the launch ends. That takes half of its time.
     """
-    patched: set[ModuleType] = set()
+    patched: set[Any] = set()
+    patches: dict[Any, list[tuple[Any, str, Any]]] = {}
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
 
     @functools.cache
-    def seen_by(fn: Callable[..., Any]) -> frozenset[ModuleType]:
+    def seen_by(fn: Callable[..., Any]) -> frozenset[Any]:
         return frozenset(lang for lang in (tl, tl.core) if lang in fn.__globals__.values())
 
     def patch_once(fn: Callable[..., Any]) -> Any:
-        if patched >= seen_by(fn):
+        seen = seen_by(fn)
+        if patched >= seen:
             return None  # only a launch restores, and it patches first
-        patched.update(seen_by(fn))
-        return patch(fn)
+        patched.update(seen)
+        if seen not in patches:
+            scope = patch(fn)
+            changes = [(owner, name) for owner, name, _ in scope._changes]
+            patches[seen] = [(owner, name, getattr(owner, name)) for owner, name in changes]
+            return scope
+        scope = interpreter._LangPatchScope()
+        for change in patches[seen]:
+            scope.set_attr(*change)
+        return scope
 
     def launch_unpatched(executor: Any, *args: Any, **kwargs: Any) -> None:
         patched.clear()
@@ -60,22 +63,6 @@ def patch_once_a_launch() -> None:
 
     interpreter._patch_lang = patch_once
     interpreter.GridExecutor.__call__ = launch_unpatched
-
-
-def call_directly() -> None:
-    """Call a builtin without the two functions that look up and pass the semantic."""
-
-    def patch_attr(owner: Any, name: str, member: Any, _: Any, scope: Any) -> None:
-        builtin = getattr(member, "__wrapped__", member)
-        semantic = interpreter.interpreter_semantic
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            kwargs["_semantic"] = semantic
-            return builtin(*args, **kwargs)
-
-        scope.set_attr(owner, name, call)
-
-    interpreter._patch_attr = patch_attr
 
 
 def remember_types() -> None:
@@ -117,101 +104,49 @@ def same_or(equals: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     return lambda this, other: this is other or equals(this, other)
 
 
-def remember_conversions() -> None:
-    """Cache the common type of two types. A tensor that has the requested type is not cast."""
-    semantic = type(interpreter.interpreter_semantic)
-    broadcast, common, cast = (
-        semantic.broadcast_impl_value,
-        semantic.computation_type_impl,
-        semantic.cast,
-    )
-    shaped: dict[Any, tuple[Any, Any]] = {}
-    commons: dict[Any, Any] = {}
+def load_at_once() -> None:
+    """Let NumPy load large tensors: the interpreter takes long for each element."""
+    load = interpreter._interpreter.load
 
-    def broadcast_again(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        key = lhs.type.name, rhs.type.name
-        if key not in shaped:
-            made = broadcast(self, lhs, rhs)
-            shaped[key] = made[0].type, made[1].type
-            return made
-        return shape(self, lhs, shaped[key][0]), shape(self, rhs, shaped[key][1])
+    def gather(pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        size = dtype.itemsize
+        if pointers.size < 256 or other.dtype != dtype or not mask.any():
+            return load(pointers, mask, other, dtype)
+        is_whole = mask.all()
+        if not is_whole:
+            pointers = np.where(mask, pointers, pointers[mask].min())
+        first = pointers.min()
+        offsets = (pointers - first).view(np.int64)
+        if (offsets & size - 1).any():
+            return load(pointers, mask, other, dtype)
+        indices = offsets >> size.bit_length() - 1
+        numbers = array_at(int(first), int(indices.max()) + 1, dtype)[indices]
+        return numbers if is_whole else np.where(mask, numbers, other)
 
-    def shape(self: Any, tensor: Any, to: Any) -> Any:
-        if tensor.type.name == to.name:
-            return tensor
-        if tensor.type.is_block():
-            return self.make_tensor(self.builder.create_broadcast(tensor.handle, to.shape), to)
-        return self.make_tensor(self.builder.create_splat(to, tensor.handle), to)
-
-    def common_again(self: Any, a: Any, a_is_scalar: bool, b: Any, *more: bool) -> Any:
-        key = a.name, a_is_scalar, b.name, *more
-        if key not in commons:
-            commons[key] = common(self, a, a_is_scalar, b, *more)
-        return commons[key]
-
-    def cast_others(self: Any, input: Any, dst_ty: Any, *rounding: Any) -> Any:
-        return input if input.dtype is dst_ty.scalar else cast(self, input, dst_ty, *rounding)
-
-    semantic.broadcast_impl_value = broadcast_again
-    semantic.computation_type_impl = common_again
-    semantic.cast = cast_others
+    interpreter._interpreter.load = gather
 
 
-def unwrap_quickly() -> None:
-    """Return at once what holds no constexpr."""
-    unwrap = tl.core._unwrap_if_constexpr
-    plain = frozenset((tl.tensor, int, float, bool, type(None)))
-    tl.core._unwrap_if_constexpr = lambda o: o if type(o) in plain else unwrap(o)
+def array_at(address: int, size: int, dtype: Any) -> Any:
+    described = {"data": (address, True), "shape": (size,), "typestr": dtype.str, "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=described))
 
 
-def compute_directly(name: str, compute: np.ufunc, kinds: tuple[str, ...]) -> None:
-    """Compute an operation on two tensors of the same element type, or a tensor and a number, or a
-    pointer and an offset, without the steps that convert and broadcast them: NumPy does so too.
+def convert_by_table() -> None:
+    """Convert floats of 8 and 16 bits by looking them up; they are few."""
+    convert = interpreter._convert_float
 
-    The first operation on two types takes these steps, and its result gives the type of the others.
-    """
-    semantic = type(interpreter.interpreter_semantic)
-    steps = getattr(semantic, name)
-    results: dict[Any, tuple[Any, Any]] = {}
+    @functools.cache
+    def table(input_dtype: Any, *more: Any) -> Any:
+        bits = input_dtype.primitive_bitwidth
+        return convert(np.arange(1 << bits).astype(f"uint{bits}"), input_dtype, *more)
 
-    def operate(self: Any, lhs: Any, rhs: Any, *more: Any, **named: Any) -> Any:
-        key, operands = operands_of(lhs, rhs)
-        if key not in results:
-            made = steps(self, lhs, rhs, *more, **named)
-            if operands is not None:
-                results[key] = made.type, made.handle.dtype
-            return made
-        type, dtype = results[key]
-        return tl.tensor(handle_of(compute(*operands), dtype), type)
+    def look_up(values: Any, input_dtype: Any, output_dtype: Any, rounding: Any) -> Any:
+        bits = input_dtype.primitive_bitwidth
+        if bits > 16:
+            return convert(values, input_dtype, output_dtype, rounding)
+        return table(input_dtype, output_dtype, rounding)[values.view(f"uint{bits}")]
 
-    def operands_of(lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        if isinstance(lhs, tl.tensor):
-            kind = lhs.dtype.name
-            if isinstance(rhs, tl.tensor):
-                key = lhs.type.name, rhs.type.name
-                if kind in kinds and rhs.dtype.name == kind:
-                    return key, (lhs.handle.data, rhs.handle.data)
-                if name == "add" and lhs.dtype.is_ptr() and rhs.dtype.name in ("int32", "int64"):
-                    width = max(1, lhs.dtype.element_ty.primitive_bitwidth // 8)
-                    offsets = rhs.handle.data.astype(np.uint64)
-                    return key, (lhs.handle.data, width * offsets)
-            elif kind in kinds and type(rhs) is (int if kind != "fp32" else float):
-                return (lhs.type.name, rhs), (lhs.handle.data, constant(rhs, kind))
-        return None, None
-
-    setattr(semantic, name, operate)
-
-
-@functools.cache
-def constant(value: float, kind: str) -> Any:
-    return np.array([value], {"int32": np.int32, "int64": np.int64, "fp32": np.float32}[kind])
-
-
-def handle_of(data: Any, dtype: Any) -> Any:
-    """Return a handle without checking that the data has the width of the type."""
-    handle = object.__new__(interpreter.TensorHandle)
-    handle.data, handle.dtype, handle.attr = data, dtype, {}
-    return handle
+    interpreter._convert_float = look_up
 
 
 def compute_no_unread_overflow() -> None:
@@ -220,3 +155,293 @@ def compute_no_unread_overflow() -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def patch_attr(owner: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+    scope.set_attr(owner, name, replayed(getattr(member, "__wrapped__", member)))
+
+
+recording: list[Any] = []
+"""The semantic of the builtin that is being recorded, if one is."""
+
+Replay = Callable[[list[Any]], Any]
+"""A function of the handles of a builtin's tensors that returns its result."""
+
+
+@functools.cache
+def replayed(builtin: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that records a builtin for each key of its arguments, and replays it."""
+    replays: dict[Any, Replay] = {}
+    refused: set[Any] = {None}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if recording or "_semantic" in kwargs:  # another builtin calls this one
+            kwargs["_semantic"] = recording[-1] if recording else interpreter.interpreter_semantic
+            return builtin(*args, **kwargs)
+        handles: list[Any] = []
+        key = key_of(args, kwargs, handles)
+        replay = replays.get(key)
+        if replay is not None:
+            return replay(handles)
+        if key in refused:
+            return builtin(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
+        replay, result = record(builtin, args, kwargs)
+        if replay is None:
+            refused.add(key)
+        else:
+            replays[key] = replay
+        return result
+
+    return call
+
+
+def key_of(args: Any, kwargs: dict[str, Any], handles: list[Any]) -> Any:
+    """Return what the steps of a builtin may depend on, or None if that is not known. Append the
+    handles of tensors, on which they do not depend."""
+    parts: list[Any] = [*kwargs]
+    try:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(value)
+            if kind is tl.tensor:
+                handles.append(value.handle)
+                parts.append(value.type.name)
+            elif kind in PLAIN:
+                parts += kind, value
+            else:
+                parts += kind, KEYS[kind](value, handles)
+    except KeyError:
+        return None
+    return tuple(parts)
+
+
+def key_of_values(values: Any, handles: list[Any]) -> Any:
+    key = key_of(values, {}, handles)
+    if key is None:
+        raise KeyError(values)
+    return key
+
+
+PLAIN = frozenset((bool, int, str, type(None)))
+KEYS: dict[type, Callable[[Any, list[Any]], Any]] = {
+    tl.constexpr: lambda constant, handles: key_of_values((constant.value,), handles),
+    **dict.fromkeys((tuple, list), key_of_values),
+    **dict.fromkeys((float, slice), lambda value, _: repr(value)),  # tells zeros apart
+    **dict.fromkeys((tl.dtype, tl.block_type, tl.pointer_type), lambda dtype, _: dtype.name),
+}
+
+
+def record(builtin: Any, args: Any, kwargs: Any) -> tuple[Replay | None, Any]:
+    """Call a builtin. Return what replays it, or None if nothing can, and its result."""
+    args = [distinct(value) for value in args]
+    kwargs = {name: distinct(value) for name, value in kwargs.items()}
+    handles: list[Any] = []
+    key_of(args, kwargs, handles)
+    recorder = Recorder(handles)
+    recording.append(type(interpreter.interpreter_semantic)(recorder))
+    try:
+        result = builtin(*args, **kwargs, _semantic=recording[-1])
+    finally:
+        recording.pop()
+    tensors = [result] if type(result) is tl.tensor else result
+    if not isinstance(tensors, tuple | list) or {type(one) for one in tensors} != {tl.tensor}:
+        return None, result
+    return recorder.replay_of(tensors, type(result)), result
+
+
+def distinct(value: Any) -> Any:
+    """Return a tensor with a handle of its own, by which a record can tell it from others."""
+    return tl.tensor(copy.copy(value.handle), value.type) if type(value) is tl.tensor else value
+
+
+class Step(NamedTuple):
+    """A call of a method of the builder, or a function of arrays that makes the same."""
+
+    name: str
+    compute: Callable[..., Any] | None
+    operands: tuple[Any, ...]
+    """Handles; a call has other arguments too."""
+    made: tuple[Any, ...]
+    """Handles, or None if the call stores."""
+
+    def maker(self, slots: dict[int, int]) -> Callable[[list[Any]], Any]:
+        """Return a function of the handles in their slots that returns what it makes."""
+        operands = [
+            (slots[id(one)], None) if is_handle(one) else (-1, one) for one in self.operands
+        ]
+        if self.compute is not None:
+            return handle_maker(self.compute, [slot for slot, _ in operands], self.made[0].dtype)
+        builder, name = interpreter.interpreter_builder, self.name
+
+        def call(handles: list[Any]) -> Any:
+            method = getattr(builder, name)  # which a test may replace
+            return method(*[one if slot < 0 else handles[slot] for slot, one in operands])
+
+        return call
+
+
+def handle_maker(
+    compute: Callable[..., Any], slots: list[int], dtype: Any
+) -> Callable[[list[Any]], Any]:
+    """Return a function of handles that makes one. A record has checked its parts."""
+    new, kind = object.__new__, interpreter.TensorHandle
+
+    def make(handles: list[Any]) -> Any:
+        handle = new(kind)
+        handle.data = compute(*[handles[slot].data for slot in slots])
+        handle.dtype, handle.attr = dtype, {}
+        return handle
+
+    return make
+
+
+def tensor_maker(tensor: Any) -> Callable[[Any], Any]:
+    """Return a function of a handle that makes a tensor like this."""
+    new, kind, attributes = object.__new__, tl.tensor, vars(tensor)
+
+    def make(handle: Any) -> Any:
+        tensor = new(kind)
+        tensor.__dict__ = {**attributes, "handle": handle}
+        return tensor
+
+    return make
+
+
+class Recorder:
+    """Stands in for the builder while a builtin runs, and notes what it asks for."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self.arguments = handles
+        self.known = {id(handle): handle for handle in handles}
+        self.is_complete = len(self.known) == len(handles)
+        """False if the record cannot tell where a handle comes from."""
+        self.constants: list[Any] = []
+        self.steps: list[Step] = []
+        self.sources: dict[int, Any] = {}
+        """What a handle only repeats, by its id."""
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(interpreter.interpreter_builder, name)
+        if name.startswith("create_"):
+            return functools.partial(self.create, name, member)
+        return functools.partial(self.get, member) if name.startswith("get_") else member
+
+    def get(self, member: Callable[..., Any], *args: Any) -> Any:
+        value = member(*args)
+        if is_handle(value):
+            self.add_constant(value)
+        return value
+
+    def add_constant(self, handle: Any) -> None:
+        self.known[id(handle)] = handle
+        self.constants.append(handle)
+
+    def create(self, name: str, member: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        result = member(*args, **named)
+        if named or not all(map(self.is_known, args)):
+            self.is_complete = False
+            return result
+        compute, operands = self.on_arrays(name, args, result)
+        if compute and all(any(one is of for of in self.constants) for one in operands):
+            self.add_constant(result)
+            return result
+        made = result if type(result) is tuple else (result,)
+        self.known |= {id(handle): handle for handle in made}
+        self.steps.append(Step(name, compute, tuple(operands), made))
+        return result
+
+    def is_known(self, value: Any) -> bool:
+        if isinstance(value, list | tuple):
+            return not any(map(is_handle, value))
+        return not is_handle(value) or id(value) in self.known
+
+    def on_arrays(self, name: str, args: Any, result: Any) -> tuple[Any, Any]:
+        """Return a function of arrays that does the same as a call of the builder, and its
+        operands, or None and the arguments of the call."""
+        operands = [one for one in args if is_handle(one)]
+        sources = [self.sources.get(id(one), one) for one in operands]
+        if name in ("create_splat", "create_broadcast"):
+            (self.sources[id(result)],) = sources
+        for compute, broadcasts in functions_for(name, operands, result):
+            for handles in (sources, operands)[not broadcasts :]:
+                if is_same(compute(*[one.data for one in handles]), result.data):
+                    return compute, handles
+        return None, args
+
+    def replay_of(self, tensors: Any, returns: type) -> Replay | None:
+        """Return a function that repeats the steps and returns tensors like these."""
+        used = {id(tensor.handle) for tensor in tensors}
+        steps: list[Step] = []
+        for step in reversed(self.steps):
+            if step.compute is None or used & {id(handle) for handle in step.made}:
+                steps.insert(0, step)
+                used |= {id(operand) for operand in step.operands}
+        constants = [handle for handle in self.constants if id(handle) in used]
+        made = [handle for step in steps for handle in step.made]
+        slots = {id(one): i for i, one in enumerate([*self.arguments, *constants, *made])}
+        if not self.is_complete or any(id(tensor.handle) not in slots for tensor in tensors):
+            return None
+        makers = [step.maker(slots) for step in steps]
+        results = [(slots[id(tensor.handle)], tensor_maker(tensor)) for tensor in tensors]
+
+        def replay(handles: list[Any]) -> Any:
+            handles += constants
+            for make in makers:
+                made = make(handles)
+                handles += made if type(made) is tuple else (made,)
+            tensors = [tensor_of(handles[slot]) for slot, tensor_of in results]
+            return tensors[0] if returns is tl.tensor else returns(tensors)
+
+        def replay_one(handles: list[Any]) -> Any:
+            handles += constants
+            return tensor_of(make(handles))
+
+        if returns is tl.tensor and len(steps) == 1 and tensors[0].handle is steps[0].made[0]:
+            (make,), ((_, tensor_of),) = makers, results
+            return replay_one
+        return replay
+
+
+def is_handle(value: Any) -> bool:
+    return isinstance(value, interpreter.TensorHandle)
+
+
+def is_same(array: Any, other: Any) -> bool:
+    kinds = (array.shape, array.dtype), (other.shape, other.dtype)
+    return kinds[0] == kinds[1] and array.tobytes() == other.tobytes()
+
+
+BITWISE = np.bitwise_and, np.bitwise_or, np.bitwise_xor
+
+
+def functions_for(
+    name: str, operands: list[Any], result: Any
+) -> Iterator[tuple[Callable[..., Any], bool]]:
+    """Generate functions of the operands' data that may do what a method of the builder does, and
+    whether they broadcast it."""
+    data = getattr(result, "data", None)
+    method = getattr(type(interpreter.interpreter_builder), name)
+    code = getattr(method, "__code__", None)
+    match name, getattr(code, "co_names", ()):
+        case _, ("binary_op" | "unary_op" | "ternary_op", "np", function):
+            compute, broadcasts = getattr(np, function), len(operands) > 1
+            if compute in BITWISE or any(one.data.dtype != bool for one in operands):
+                yield compute, broadcasts
+                yield lambda *arrays: compute(*arrays).astype(data.dtype), broadcasts
+        case _, ("cast_impl",):
+            if tl.bfloat16 not in (operands[0].dtype.scalar, result.dtype.scalar):
+                yield lambda array: array.astype(data.dtype), False
+        case "create_make_range", _:
+            yield lambda: data, False
+        case "create_splat", _:
+            yield lambda array: np.full(data.shape, array, data.dtype), False
+        case "create_broadcast", _:
+            yield lambda array: np.broadcast_to(array, data.shape), False
+        case "create_expand_dims" | "create_reshape", _:
+            yield lambda array: array.reshape(data.shape), False
+        case "create_addptr", _:
+            width = max(1, result.get_element_ty().primitive_bitwidth // 8)
+            yield lambda pointers, offsets: pointers + width * offsets.astype(np.uint64), True
+        case "create_load" | "create_masked_load", _:
+            rest = (np.ones_like(data, bool), np.zeros_like(data))[len(operands) - 1 :]
+            load = interpreter._interpreter.load
+            yield lambda *arrays: load(*arrays, *rest, data.dtype), False
