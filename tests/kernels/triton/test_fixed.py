@@ -204,6 +204,14 @@ def test_attention_of_a_token_has_the_same_bits_in_every_step(
         assert torch.allclose(steps[3][place].float(), texts.expected(*place), atol=near)
 
 
+def test_no_token_of_a_text_has_other_bits_when_decoded(device):
+    """In float16, whose bits show an order of summation soonest, over many tokens."""
+    texts = Texts(device, torch.float16, 200)
+    whole = texts.attend([(1, 100, 100)], span=0)
+    for place, result in texts.attend([(1, p, 1) for p in range(100, 200)]).items():
+        assert torch.equal(result, whole[place])
+
+
 def test_chunks_of_long_texts_are_longer(device, monkeypatch):
     texts = Texts(device, torch.float32, 1400)
     monkeypatch.setattr(fixed_plan, "PROGRAMS", 40)
