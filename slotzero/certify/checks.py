@@ -120,6 +120,8 @@ class Examination:
                     tensors[entry.name].movedim(entry.axis, 0)
                     for tensors in (scenario.tables, plain.tensors)
                 )
+                if torch.equal(before, after):
+                    continue
                 owned = owned_rows(entry, plain.slots, plain.tensors)
                 yield from self._unchanged(
                     entry, after[~owned], before[~owned], (~owned).nonzero()[:, 0].tolist(),

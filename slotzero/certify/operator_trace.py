@@ -15,11 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from slotzero.graph import Registry
 from slotzero.graph.backend import TraceLine
-from slotzero.graph.refusals import HOST_VALUE, HostReads, host_value, tensors_of, varying_shape
+from slotzero.graph.refusals import (
+    HOST_VALUE,
+    HostReads,
+    host_value,
+    leaves,
+    tensors_of,
+    varying_shape,
+)
 
 Finding = tuple[str, str]  # tensor, what is wrong with it
 
@@ -82,23 +88,29 @@ class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._observe(func, args, kwargs or {})
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        words = [self._word(func, value) for value in tree_leaves((args, kwargs))]
-        source = next(map(self._name, tensors_of((args, *kwargs.values()))), "")
+        given = leaves((args, *kwargs.values()))
+        words = [self._word(func, value) for value in given]
         self.lines.append(TraceLine(f"{func} {' '.join(words)}"))
         made = func(*args, **kwargs)
         if host_value(func, made):
-            self.findings.append((source, f"{func}: the host waits for its value"))
+            self._found(given, f"{func}: the host waits for its value")
         if varying_shape(func, args):
-            self.findings.append((source, f"{func}: the shape of its result depends on values"))
+            self._found(given, f"{func}: the shape of its result depends on values")
         for tensor in tensors_of(made):
             self._made[tensor.untyped_storage().data_ptr()] = tensor
         return made
 
+    def _found(self, given: Iterable[Any], what: str) -> None:
+        """Note what a call with these arguments does; the first tensor among them is named."""
+        names = (self._name(value) for value in given if isinstance(value, Tensor))
+        self.findings.append((next(names, ""), what))
+
     def _name(self, tensor: Tensor) -> str:
         """Return the registered name; "made" if the step made it, "empty", or an empty string."""
         name = self._addresses.name(tensor.data_ptr()) if tensor.numel() else "empty"
-        is_made = tensor.untyped_storage().data_ptr() in self._made
-        return name or ("made" if is_made else "")
+        if name:
+            return name
+        return "made" if tensor.untyped_storage().data_ptr() in self._made else ""
 
     def _word(self, func: Any, value: Any) -> str:
         if not isinstance(value, Tensor):

@@ -6,6 +6,7 @@ Stacking keeps the registry short, so that checking all fingerprints on every re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple, get_type_hints
 
@@ -141,6 +142,7 @@ def layer_stacks(
     return LayerStacks(tuple(stacks), by_layer)
 
 
+@lru_cache(maxsize=8)  # a start asks several times
 def model_stacks(config: ModelConfig) -> LayerStacks:
     """Return the stacks of all layers of a model."""
     prefix = config.names.layer

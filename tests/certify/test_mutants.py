@@ -118,7 +118,7 @@ def engine_of(model: str, backend: str, drafter: str | None = None, **more: Any)
             skip_tokenizer_init=True,
             show_progress=False,
             lazy_recording=True,
-            kv_cache_memory=4 << 20,
+            kv_cache_memory=1 << 20,
             **more,
         )
     )
@@ -377,6 +377,10 @@ class _NoValues(TorchFunctionMode):
 class _NoCopies(TorchDispatchMode):
     """Mode that raises if an operator waits for a value or copies one from the host, as an index by
     a list does."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping would import torch._dynamo, and takes longer for each operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
