@@ -143,13 +143,13 @@ def _published(
 
 
 def counts_of(runner: Runner, key: GraphKey) -> list[int]:
-    """Return the tokens of each row: the fewest rows and tokens that pick this key, unevenly
+    """Return the tokens of each row: the fewest rows that pick this key, and then tokens, unevenly
     distributed."""
     spec = runner.spec
     if spec.rows is None:
         return [spec.width] * (_below(spec.ladder, key.rows) + 1)
-    tokens = _below(spec.ladder, key.tokens) + 1
-    rows = min(_below(spec.rows, key.rows) + 1, tokens)
+    rows = min(_below(spec.rows, key.rows) + 1, key.tokens)
+    tokens = max(_below(spec.ladder, key.tokens) + 1, rows)
     counts = [1] * rows
     rest = tokens - rows
     for row in range(rows - 1, 0, -1):
