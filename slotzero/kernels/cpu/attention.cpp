@@ -96,6 +96,16 @@ template <int QUERIES, int BLOCK>
       for (int j = 0; j < BLOCK; ++j) y[q][i] += weights[j * step + q] * x[j * stride + i];
 }
 
+// The same of `count` vectors for one y.
+void add_weighted_some(float* y, const float* weights, int64_t step, const float* x, int count, int64_t stride,
+                       int64_t n) {
+  for (int j = 0; j < count;) {
+    const bool is_unit = j + UNIT <= count;
+    (is_unit ? add_weighted<1, UNIT> : add_weighted<1, 1>)(&y, weights + j * step, step, x + j * stride, stride, n);
+    j += is_unit ? UNIT : 1;
+  }
+}
+
 void scale(float* y, float a, int64_t n) {
   for (int64_t i = 0; i < n; ++i) y[i] *= a;
 }
@@ -211,13 +221,7 @@ void fold(Query& query, const float* kv, int32_t first, int count, const Shape& 
   }
   raise_max(query, scores, value_dim);
   weigh(query, scores);
-  weights += lane;
-  for (int j = 0; j < count;) {
-    const bool is_unit = j + UNIT <= count;
-    (is_unit ? add_weighted<1, UNIT> : add_weighted<1, 1>)(&query.out, weights, 1, values, stride, value_dim);
-    const int step = is_unit ? UNIT : 1;
-    j += step, weights += step, values += step * stride;
-  }
+  add_weighted_some(query.out, weights + lane, 1, values, count, stride, value_dim);
 }
 
 // `fold` of a block of which some keys are not seen: one run of visible keys after another.
@@ -229,41 +233,26 @@ void fold_branch(Query& query, const float* kv, int32_t first, int count, const 
 }
 
 // Up to LANES queries side by side, each in a lane of its own: they share every key and value that is
-// read. A lane's arithmetic is that of `fold`, so a query is here for any part of its keys.
+// read. A lane's arithmetic is that of `fold`, so a query can be here for some of its keys only.
 class Lanes {
  public:
-  Lanes(Query* queries, int count, const Shape& shape) : queries_(queries), count_(count), q_(shape.head_dim) {
-    max_ = sums_[0] = Vec{};
+  Lanes(Query* queries, int count, const Shape& shape)
+      : queries_(queries), count_(count), q_(shape.head_dim), max_{}, sums_{}, begins_{}, ends_{} {
     for (int lane = 0; lane < count; ++lane) {
-      for (int64_t i = 0; i < shape.head_dim; ++i) q_[i][lane] = queries[lane].q[i];
-      max_[lane] = queries[lane].max;
-      for (int key = 0; key < LANES; ++key) sums_[key][lane] = queries[lane].sum[key];
+      const Query& query = queries[lane];
+      for (int64_t i = 0; i < shape.head_dim; ++i) q_[i][lane] = query.q[i];
+      max_[lane] = query.max, begins_[lane] = query.begin, ends_[lane] = query.end;
+      for (int key = 0; key < LANES; ++key) sums_[key][lane] = query.sum[key];
+      some_first_ = std::min(some_first_, query.begin), some_last_ = std::max(some_last_, query.end);
+      all_first_ = std::max(all_first_, query.begin), all_last_ = std::min(all_last_, query.end);
     }
   }
 
-  // Folds KEYS keys that all queries see.
-  void fold(const float* kv, const Shape& shape) {
-    Vec scores[KEYS];
-    Vec highest = all(-std::numeric_limits<float>::infinity());
-    for (int j = 0; j < KEYS; j += ROWS) score<ROWS>(kv + j * shape.stride, shape, scores + j);
-    UNROLL for (Vec& some : scores) {
-      some = scores_of(some, shape);
-      highest = some > highest ? some : highest;
-    }
-    raise_max(highest, shape.value_dim);
-    UNROLL for (int j = 0; j < KEYS; ++j) {
-      scores[j] = exp_of(scores[j] - max_);
-      sums_[j % LANES] += scores[j];
-    }
-    const auto* weights = reinterpret_cast<const float*>(scores);
-    const float* values = kv + shape.value_at;
-    float* outs[LANES];
-    for (int lane = 0; lane < count_; ++lane) outs[lane] = queries_[lane].out;
-    int lane = 0;
-    for (; lane + IN_REGISTERS <= count_; lane += IN_REGISTERS)
-      add_weighted<IN_REGISTERS, KEYS>(outs + lane, weights + lane, LANES, values, shape.stride, shape.value_dim);
-    for (; lane < count_; ++lane)
-      add_weighted<1, KEYS>(outs + lane, weights + lane, LANES, values, shape.stride, shape.value_dim);
+  // Folds the visible ones of KEYS keys, the first of which has position `first`.
+  void fold(const float* kv, int32_t first, const Shape& shape) {
+    const int32_t last = first + KEYS;
+    if (last <= some_first_ || some_last_ <= first) return;
+    all_first_ <= first && last <= all_last_ ? fold_keys<true>(kv, first, shape) : fold_keys<false>(kv, first, shape);
   }
 
   // Hands the state back to the queries.
@@ -277,9 +266,46 @@ class Lanes {
  private:
   static constexpr int ROWS = REGISTERS == 32 ? 4 : 2;  // keys whose products are in registers together
 
-  // Dot products of all queries with `ROWS` keys. A query's products are added as by `dots_of`: those of
+  template <bool is_whole>
+  void fold_keys(const float* kv, int32_t first, const Shape& shape) {
+    const Vec none = all(-std::numeric_limits<float>::infinity());
+    const auto sees = [&](int32_t position) { return (begins_ <= position) & (ends_ > position); };
+    Vec scores[KEYS], highest = none;
+    for (int j = 0; j < KEYS; j += ROWS) score(kv + j * shape.stride, shape, scores + j);
+    UNROLL for (int j = 0; j < KEYS; ++j) {
+      scores[j] = scores_of(scores[j], shape);
+      if constexpr (!is_whole) scores[j] = sees(first + j) ? scores[j] : none;
+      highest = scores[j] > highest ? scores[j] : highest;
+    }
+    raise_max(highest, shape.value_dim);
+    UNROLL for (int j = 0; j < KEYS; ++j) {
+      scores[j] = exp_of(scores[j] - max_);
+      if constexpr (!is_whole) scores[j] = sees(first + j) ? scores[j] : Vec{};
+      sums_[j % LANES] += scores[j];
+    }
+    const auto* weights = reinterpret_cast<const float*>(scores);
+    add_values<is_whole>(weights, kv + shape.value_at, first, shape);
+  }
+
+  // Adds the values of visible keys to each query's sums.
+  template <bool is_whole>
+  void add_values(const float* weights, const float* values, int32_t first, const Shape& shape) {
+    int lane = 0;
+    if constexpr (is_whole)
+      for (; lane + IN_REGISTERS <= count_; lane += IN_REGISTERS) {
+        float* outs[IN_REGISTERS];
+        for (int i = 0; i < IN_REGISTERS; ++i) outs[i] = queries_[lane + i].out;
+        add_weighted<IN_REGISTERS, KEYS>(outs, weights + lane, LANES, values, shape.stride, shape.value_dim);
+      }
+    for (; lane < count_; ++lane) {
+      const int begin = std::max(0, begins_[lane] - first), end = std::min(KEYS, ends_[lane] - first);
+      add_weighted_some(queries_[lane].out, weights + begin * LANES + lane, LANES, values + begin * shape.stride,
+                        end - begin, shape.stride, shape.value_dim);
+    }
+  }
+
+  // Dot products of all queries with ROWS keys. A query's products are added as by `dots_of`: those of
   // every LANES-th dimension, and then these sums in the order of `lane_sums`.
-  template <int ROWS>
   void score(const float* keys, const Shape& shape, Vec* scores) const {
     const int64_t n = shape.head_dim, stride = shape.stride;
     Vec parts[LANES / 4][ROWS];
@@ -324,7 +350,10 @@ class Lanes {
   Query* queries_;
   int count_;
   std::vector<Vec> q_;  // [head_dim]
-  Vec max_, sums_[LANES];
+  Vec max_, sums_[LANES];  // of the keys of each lane
+  Ints begins_, ends_;     // visible positions of each query
+  int32_t some_first_ = std::numeric_limits<int32_t>::max(), some_last_ = 0;  // what some query sees
+  int32_t all_first_ = 0, all_last_ = std::numeric_limits<int32_t>::max();    // what all of them see
 };
 
 // Runs of neighbouring tokens of one slot: [begin, end) in the token batch.
@@ -404,8 +433,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
     one[0] = 1;
     std::vector<Query> queries;
     queries.reserve((run.end - run.begin) * group);
-    int32_t first = ALL, last = 0;            // what some of the queries see
-    int32_t all_first = 0, all_last = ALL;    // what all of them see
+    int32_t first = ALL, last = 0, tree = ALL;
     for (int64_t t = run.begin; t < run.end; ++t) {
       const int32_t end = slot ? position_of[t] + 1 : 0;
       const int32_t stand = stand_of[t];
@@ -413,8 +441,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
       const int32_t begin = slot ? low : 0;
       const int32_t base = base_of ? base_of[t] : ALL;
       const int64_t bits = seen_of ? seen_of[t] : 0;
-      first = std::min(first, begin), last = std::max(last, end);
-      all_first = std::max(all_first, begin), all_last = std::min({all_last, end, base});
+      first = std::min(first, begin), last = std::max(last, end), tree = std::min(tree, base);
       for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         // With a sink, the sum begins with the sink's weight, 1; without one, that 1 decays to 0.
         const float sink = sp ? sp[head] : -std::numeric_limits<float>::infinity();
@@ -433,28 +460,26 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
         visit(pages.rows(from, std::min<int>(block, last - first), pair, stride, decoded.data()), first);
       }
     };
-    const auto fold_each = [&](const float* kv, int32_t first) {
-      for (Query& query : queries)
-        if (first + block <= query.base && !query.taken)
-          fold(query, kv, first, block, shape);
-        else
-          fold_branch(query, kv, first, block, shape);
-    };
-    const int32_t wide_first = (all_first + KEYS - 1) / KEYS * KEYS, wide_last = all_last / KEYS * KEYS;
     const auto num = static_cast<int>(queries.size());
-    if (num < WORTH_LANES || block < KEYS || taken || wide_first >= wide_last) {
-      each_block(first, last, fold_each);
-    } else {
-      each_block(first, wide_first, fold_each);
+    if (num >= WORTH_LANES && block == KEYS && !taken) {
+      const int32_t end = std::min(last, tree - tree % KEYS);
       std::vector<Lanes> lanes;
       lanes.reserve((num + LANES - 1) / LANES);
       for (int i = 0; i < num; i += LANES) lanes.emplace_back(&queries[i], std::min(LANES, num - i), shape);
-      each_block(wide_first, wide_last, [&](const float* kv, int32_t) {
-        for (Lanes& some : lanes) some.fold(kv, shape);
+      each_block(first, end, [&](const float* kv, int32_t at) {
+        for (Lanes& some : lanes) some.fold(kv, at, shape);
       });
       for (const Lanes& some : lanes) some.finish();
-      each_block(wide_last, last, fold_each);
+      first = std::max(first, end);
     }
+    if (first < last)
+      each_block(first, last, [&](const float* kv, int32_t at) {
+        for (Query& query : queries)
+          if (at + block <= query.base && !query.taken)
+            fold(query, kv, at, block, shape);
+          else
+            fold_branch(query, kv, at, block, shape);
+      });
     for (Query& query : queries) scale(query.out, pages.value_scale / lane_sum(query.sum), value_dim);
   });
 }
