@@ -337,6 +337,7 @@ void blocks_of_rows(const IntegerRows& x, int64_t stretch, int64_t end, const We
     const auto multiply_strip = count == STRIP_BLOCKS ? strip_of.template operator()<STRIP_BLOCKS>() : strip_of.template operator()<1>();
     multiply_strip(x, stretch, begin, strip_end, Block(weight, at), target);
   }
+  if (strip_end == end) return;
   for (int64_t i = 0; i < count; ++i) {
     const Block block(weight, at + i);
     const Target its = target.block(i);
