@@ -25,10 +25,10 @@
 namespace slotzero::attention {
 namespace {
 
-constexpr int QUERIES = 48;  // queries of one prompt and KV head that share a pass over the KV, about
-constexpr int KEYS = 16;    // keys scored before one rescaling of the sums
+constexpr int QUERIES = 48;     // queries of one prompt and KV head that share a pass over the KV, about
+constexpr int KEYS = 16;        // keys scored before one rescaling of the sums
 constexpr int WORTH_LANES = 4;  // queries from which on a lane for each is faster than one by one
-constexpr int IN_REGISTERS = 4;  // queries whose sums of values are in registers together
+constexpr int TOGETHER = 4;     // queries whose sums of values are in registers together
 constexpr int64_t WORTH_THREADS = 1 << 17;  // products below which waking threads costs more
 constexpr int UNIT = 8;     // keys in registers at once; the order of sums does not depend on it
 constexpr int PLACES = 63;  // most nodes of a tree: the same as in tree_shape.py
@@ -70,8 +70,8 @@ Vec dots_of(const float* a, const float* b, int64_t stride, int count, int64_t n
 // y[q] += weighted sums of the same BLOCK vectors, `stride` apart, in order, for several y at once. The
 // weight of vector j for y[q] is weights[j * step + q].
 template <int QUERIES, int BLOCK>
-[[gnu::noinline]] void add_weighted(float* const* y, const float* weights, int64_t step, const float* x, int64_t stride,
-                  int64_t n) {
+[[gnu::noinline]] void add_weighted(float* const* y, const float* weights, int64_t step,
+                                    const float* x, int64_t stride, int64_t n) {
   // registers of a y: so their sums do not wait for another
   constexpr int WIDE = QUERIES == 1 ? 1 : REGISTERS == 32 ? 4 : 2;
   int64_t i = 0;
@@ -79,7 +79,7 @@ template <int QUERIES, int BLOCK>
     Vec acc[QUERIES][VECS];
     UNROLL for (int q = 0; q < QUERIES; ++q)
       UNROLL for (int v = 0; v < VECS; ++v) acc[q][v] = load(y[q] + i + v * LANES);
-    for (int j = 0; j < BLOCK; ++j) {
+    for (int j = 0; j < BLOCK; ++j) {  // not unrolled: all weights would be read before the first sum
       Vec values[VECS];
       UNROLL for (int v = 0; v < VECS; ++v) values[v] = load(x + j * stride + i + v * LANES);
       UNROLL for (int q = 0; q < QUERIES; ++q)
@@ -97,11 +97,12 @@ template <int QUERIES, int BLOCK>
 }
 
 // The same of `count` vectors for one y.
-void add_weighted_some(float* y, const float* weights, int64_t step, const float* x, int count, int64_t stride,
-                       int64_t n) {
+void add_weighted_some(float* y, const float* weights, int64_t step, const float* x, int count,
+                       int64_t stride, int64_t n) {
   for (int j = 0; j < count;) {
     const bool is_unit = j + UNIT <= count;
-    (is_unit ? add_weighted<1, UNIT> : add_weighted<1, 1>)(&y, weights + j * step, step, x + j * stride, stride, n);
+    const auto add = is_unit ? add_weighted<1, UNIT> : add_weighted<1, 1>;
+    add(&y, weights + j * step, step, x + j * stride, stride, n);
     j += is_unit ? UNIT : 1;
   }
 }
@@ -252,7 +253,10 @@ class Lanes {
   void fold(const float* kv, int32_t first, const Shape& shape) {
     const int32_t last = first + KEYS;
     if (last <= some_first_ || some_last_ <= first) return;
-    all_first_ <= first && last <= all_last_ ? fold_keys<true>(kv, first, shape) : fold_keys<false>(kv, first, shape);
+    if (all_first_ <= first && last <= all_last_)
+      fold_keys<true>(kv, first, shape);
+    else
+      fold_keys<false>(kv, first, shape);
   }
 
   // Hands the state back to the queries.
@@ -266,6 +270,7 @@ class Lanes {
  private:
   static constexpr int ROWS = REGISTERS == 32 ? 4 : 2;  // keys whose products are in registers together
 
+  // `fold`; if is_whole, all queries see all keys.
   template <bool is_whole>
   void fold_keys(const float* kv, int32_t first, const Shape& shape) {
     const Vec none = all(-std::numeric_limits<float>::infinity());
@@ -292,15 +297,15 @@ class Lanes {
   void add_values(const float* weights, const float* values, int32_t first, const Shape& shape) {
     int lane = 0;
     if constexpr (is_whole)
-      for (; lane + IN_REGISTERS <= count_; lane += IN_REGISTERS) {
-        float* outs[IN_REGISTERS];
-        for (int i = 0; i < IN_REGISTERS; ++i) outs[i] = queries_[lane + i].out;
-        add_weighted<IN_REGISTERS, KEYS>(outs, weights + lane, LANES, values, shape.stride, shape.value_dim);
+      for (; lane + TOGETHER <= count_; lane += TOGETHER) {
+        float* outs[TOGETHER];
+        for (int i = 0; i < TOGETHER; ++i) outs[i] = queries_[lane + i].out;
+        add_weighted<TOGETHER, KEYS>(outs, weights + lane, LANES, values, shape.stride, shape.value_dim);
       }
     for (; lane < count_; ++lane) {
       const int begin = std::max(0, begins_[lane] - first), end = std::min(KEYS, ends_[lane] - first);
-      add_weighted_some(queries_[lane].out, weights + begin * LANES + lane, LANES, values + begin * shape.stride,
-                        end - begin, shape.stride, shape.value_dim);
+      add_weighted_some(queries_[lane].out, weights + begin * LANES + lane, LANES,
+                        values + begin * shape.stride, end - begin, shape.stride, shape.value_dim);
     }
   }
 

@@ -211,7 +211,8 @@ void strip(const IntegerRows& x, int64_t stretch, int64_t begin, int64_t end, co
   Vec acc[ROWS_IN_CACHE][WIDTH];
   std::fill_n(acc[0], (end - begin) * WIDTH, Vec{});
   int64_t places[ROWS_IN_CACHE / STRIP_ROWS];
-  for (int64_t row = begin; row < end; row += STRIP_ROWS) places[(row - begin) / STRIP_ROWS] = x.at(stretch, row);
+  for (int64_t row = begin; row < end; row += STRIP_ROWS)
+    places[(row - begin) / STRIP_ROWS] = x.at(stretch, row);
   const uint8_t* codes = first.codes;
   GroupOf group = first.first_group();
   for (int64_t c = 0; c < x.chunks; ++c, group.next(), codes += bytes) {
@@ -241,7 +242,8 @@ void strip(const IntegerRows& x, int64_t stretch, int64_t begin, int64_t end, co
       UNROLL for (int quad = 0; quad < QUADS; ++quad)
         UNROLL for (int m = 0; m < STRIP_ROWS; ++m) {
           const int32_t its_four = four(its + 4 * (m * QUADS + quad));
-          UNROLL for (int j = 0; j < WIDTH; ++j) sums[m][j] = dot4<half>(sums[m][j], unpacked[quad][j], its_four);
+          UNROLL for (int j = 0; j < WIDTH; ++j)
+            sums[m][j] = dot4<half>(sums[m][j], unpacked[quad][j], its_four);
         }
       UNROLL for (int m = 0; m < STRIP_ROWS; ++m) {
         const Vec scale = all(scales_of_x[at + m]), offset = all(offsets_of_x[at + m]);
@@ -289,7 +291,8 @@ const uint8_t* unpacked(const Block& block, int64_t size) {
 }
 
 // The first `end` rows of a stretch: whole panels.
-void matrix_tiles(const IntegerRows& x, int64_t stretch, int64_t end, const Block& block, const Target& target) {
+void matrix_tiles(const IntegerRows& x, int64_t stretch, int64_t end, const Block& block,
+                  const Target& target) {
   const Weight& weight = block.weight;
   const int64_t chunk = x.chunk, bytes = chunk / 4 * QUAD_BYTES, step = TILE_ROWS * chunk;
   const uint8_t* codes = unpacked(block, x.chunks * bytes);
@@ -327,15 +330,19 @@ void blocks_of_rows(const IntegerRows& x, int64_t stretch, int64_t end, const We
   int64_t begin = 0;
   if (end >= PANEL && has_tiles()) {
     begin = end - end % PANEL;
-    for (int64_t i = 0; i < count; ++i) matrix_tiles(x, stretch, begin, Block(weight, at + i), target.block(i));
+    for (int64_t i = 0; i < count; ++i)
+      matrix_tiles(x, stretch, begin, Block(weight, at + i), target.block(i));
   }
   const int64_t strip_end = end - (end - begin) % STRIP_ROWS;
   if (begin < strip_end) {
-    const auto strip_of = [&]<int BLOCKS>() {
-      return weight.chunk == 32 ? strip<half, BLOCKS, 8> : strip<half, BLOCKS, 4>;
+    const auto multiply_strip = [&]<int BLOCKS>() {
+      const auto of_chunk = weight.chunk == 32 ? strip<half, BLOCKS, 8> : strip<half, BLOCKS, 4>;
+      of_chunk(x, stretch, begin, strip_end, Block(weight, at), target);
     };
-    const auto multiply_strip = count == STRIP_BLOCKS ? strip_of.template operator()<STRIP_BLOCKS>() : strip_of.template operator()<1>();
-    multiply_strip(x, stretch, begin, strip_end, Block(weight, at), target);
+    if (count == STRIP_BLOCKS)
+      multiply_strip.template operator()<STRIP_BLOCKS>();
+    else
+      multiply_strip.template operator()<1>();
   }
   if (strip_end == end) return;
   for (int64_t i = 0; i < count; ++i) {
