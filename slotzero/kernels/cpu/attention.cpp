@@ -27,7 +27,7 @@ namespace {
 
 constexpr int QUERIES = 48;     // queries of one prompt and KV head that share a pass over the KV, about
 constexpr int KEYS = 16;        // keys scored before one rescaling of the sums
-constexpr int WORTH_LANES = 4;  // queries from which on a lane for each is faster than one by one
+constexpr int WORTH_LANES = std::max(4, LANES / 2);  // queries from which on a lane for each is faster
 constexpr int TOGETHER = 4;     // queries whose sums of values are in registers together
 constexpr int64_t WORTH_THREADS = 1 << 17;  // products below which waking threads costs more
 constexpr int UNIT = 8;     // keys in registers at once; the order of sums does not depend on it
@@ -68,9 +68,9 @@ Vec dots_of(const float* a, const float* b, int64_t stride, int count, int64_t n
 }
 
 // y[q] += weighted sums of the same BLOCK vectors, `stride` apart, in order, for several y at once. The
-// weight of vector j for y[q] is weights[j * step + q].
+// weight of vector j for y[q] is weights[j * step + q * apart].
 template <int QUERIES, int BLOCK>
-[[gnu::noinline]] void add_weighted(float* const* y, const float* weights, int64_t step,
+[[gnu::noinline]] void add_weighted(float* const* y, const float* weights, int64_t step, int64_t apart,
                                     const float* x, int64_t stride, int64_t n) {
   // registers of a y: so their sums do not wait for another
   constexpr int WIDE = QUERIES == 1 ? 1 : REGISTERS == 32 ? 4 : 2;
@@ -84,7 +84,7 @@ template <int QUERIES, int BLOCK>
       UNROLL for (int v = 0; v < VECS; ++v) values[v] = load(x + j * stride + i + v * LANES);
       UNROLL for (int q = 0; q < QUERIES; ++q)
         UNROLL for (int v = 0; v < VECS; ++v)
-          acc[q][v] = fused(values[v], all(weights[j * step + q]), acc[q][v]);
+          acc[q][v] = fused(values[v], all(weights[j * step + q * apart]), acc[q][v]);
     }
     UNROLL for (int q = 0; q < QUERIES; ++q)
       UNROLL for (int v = 0; v < VECS; ++v) store(y[q] + i + v * LANES, acc[q][v]);
@@ -93,7 +93,7 @@ template <int QUERIES, int BLOCK>
   for (; i + LANES <= n; i += LANES) add.template operator()<1>();
   for (; i < n; ++i)
     for (int q = 0; q < QUERIES; ++q)
-      for (int j = 0; j < BLOCK; ++j) y[q][i] += weights[j * step + q] * x[j * stride + i];
+      for (int j = 0; j < BLOCK; ++j) y[q][i] += weights[j * step + q * apart] * x[j * stride + i];
 }
 
 // The same of `count` vectors for one y.
@@ -102,7 +102,7 @@ void add_weighted_some(float* y, const float* weights, int64_t step, const float
   for (int j = 0; j < count;) {
     const bool is_unit = j + UNIT <= count;
     const auto add = is_unit ? add_weighted<1, UNIT> : add_weighted<1, 1>;
-    add(&y, weights + j * step, step, x + j * stride, stride, n);
+    add(&y, weights + j * step, step, 0, x + j * stride, stride, n);
     j += is_unit ? UNIT : 1;
   }
 }
@@ -159,6 +159,10 @@ struct Query {
   float max;
   Vec sum;  // of the keys of each lane
 
+  // Whether the query sees all positions of a block.
+  bool sees_all(int32_t first, int count) const {
+    return begin <= first && first + count <= end && first + count <= base && !taken;
+  }
   bool sees(int32_t position) const {
     const int32_t i = position - base;
     if (taken && !taken[position]) return false;
@@ -223,6 +227,25 @@ void fold(Query& query, const float* kv, int32_t first, int count, const Shape& 
   raise_max(query, scores, value_dim);
   weigh(query, scores);
   add_weighted_some(query.out, weights + lane, 1, values, count, stride, value_dim);
+}
+
+// `fold` of KEYS keys that all of TOGETHER queries see: values are read once for all of them. Each step
+// is taken for all queries before the next, so that none waits for the result of another.
+void fold_together(Query* queries, const float* kv, const Shape& shape) {
+  Scores scores[TOGETHER];
+  float* outs[TOGETHER];
+  for (int q = 0; q < TOGETHER; ++q) {
+    outs[q] = queries[q].out;
+    for (int j = 0; j < KEYS; j += LANES) {
+      const float* keys = kv + j * shape.stride;
+      const Vec dots = dots_of(queries[q].q, keys, shape.stride, LANES, shape.head_dim);
+      scores[q].lanes[j / LANES] = scores_of(dots, shape);
+    }
+  }
+  for (int q = 0; q < TOGETHER; ++q) raise_max(queries[q], scores[q], shape.value_dim);
+  for (int q = 0; q < TOGETHER; ++q) weigh(queries[q], scores[q]);
+  const float* values = kv + shape.value_at;
+  add_weighted<TOGETHER, KEYS>(outs, scores[0].data(), 1, KEYS, values, shape.stride, shape.value_dim);
 }
 
 // `fold` of a block of which some keys are not seen: one run of visible keys after another.
@@ -300,7 +323,7 @@ class Lanes {
       for (; lane + TOGETHER <= count_; lane += TOGETHER) {
         float* outs[TOGETHER];
         for (int i = 0; i < TOGETHER; ++i) outs[i] = queries_[lane + i].out;
-        add_weighted<TOGETHER, KEYS>(outs, weights + lane, LANES, values, shape.stride, shape.value_dim);
+        add_weighted<TOGETHER, KEYS>(outs, weights + lane, LANES, 1, values, shape.stride, shape.value_dim);
       }
     for (; lane < count_; ++lane) {
       const int begin = std::max(0, begins_[lane] - first), end = std::min(KEYS, ends_[lane] - first);
@@ -479,11 +502,20 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
     }
     if (first < last)
       each_block(first, last, [&](const float* kv, int32_t at) {
-        for (Query& query : queries)
-          if (at + block <= query.base && !query.taken)
-            fold(query, kv, at, block, shape);
+        const auto sees_all = [&](const Query& query) { return query.sees_all(at, KEYS); };
+        for (int i = 0; i < num;) {
+          Query* some = queries.data() + i;
+          if (block == KEYS && i + TOGETHER <= num && std::all_of(some, some + TOGETHER, sees_all)) {
+            fold_together(some, kv, shape);
+            i += TOGETHER;
+            continue;
+          }
+          if (at + block <= some->base && !some->taken)
+            fold(*some, kv, at, block, shape);
           else
-            fold_branch(query, kv, at, block, shape);
+            fold_branch(*some, kv, at, block, shape);
+          ++i;
+        }
       });
     for (Query& query : queries) scale(query.out, pages.value_scale / lane_sum(query.sum), value_dim);
   });
