@@ -25,9 +25,10 @@
 namespace slotzero::attention {
 namespace {
 
-constexpr int TOKENS = 8;   // queries of one prompt that share a pass over the KV
-constexpr int KEYS = 16;    // keys scored before one rescaling of the sums
-constexpr int QUERIES = 4;  // queries whose sums of values are in registers together
+constexpr int QUERIES = 48;     // queries of one prompt and KV head that share a pass over the KV, about
+constexpr int KEYS = 16;        // keys scored before one rescaling of the sums
+constexpr int WORTH_LANES = std::max(4, LANES / 2);  // queries from which on a lane for each is faster
+constexpr int TOGETHER = 4;     // queries whose sums of values are in registers together
 constexpr int64_t WORTH_THREADS = 1 << 17;  // products below which waking threads costs more
 constexpr int UNIT = 8;     // keys in registers at once; the order of sums does not depend on it
 constexpr int PLACES = 63;  // most nodes of a tree: the same as in tree_shape.py
@@ -66,22 +67,24 @@ Vec dots_of(const float* a, const float* b, int64_t stride, int count, int64_t n
   return lane_sums(sums);
 }
 
-// y[q] += weighted sums of the same BLOCK vectors, `stride` apart, in order, for several y at once.
+// y[q] += weighted sums of the same BLOCK vectors, `stride` apart, in order, for several y at once. The
+// weight of vector j for y[q] is weights[j * step + q * apart].
 template <int QUERIES, int BLOCK>
-void add_weighted(float* const* y, const float* const* weights, const float* x, int64_t stride,
-                  int64_t n) {
-  constexpr int WIDE = QUERIES > 1 ? 2 : 1;  // registers of a y: so their sums do not wait for another
+[[gnu::noinline]] void add_weighted(float* const* y, const float* weights, int64_t step, int64_t apart,
+                                    const float* x, int64_t stride, int64_t n) {
+  // registers of a y: so their sums do not wait for another
+  constexpr int WIDE = QUERIES == 1 ? 1 : REGISTERS == 32 ? 4 : 2;
   int64_t i = 0;
   const auto add = [&]<int VECS>() {
     Vec acc[QUERIES][VECS];
     UNROLL for (int q = 0; q < QUERIES; ++q)
       UNROLL for (int v = 0; v < VECS; ++v) acc[q][v] = load(y[q] + i + v * LANES);
-    UNROLL for (int j = 0; j < BLOCK; ++j) {
+    for (int j = 0; j < BLOCK; ++j) {  // not unrolled: all weights would be read before the first sum
       Vec values[VECS];
       UNROLL for (int v = 0; v < VECS; ++v) values[v] = load(x + j * stride + i + v * LANES);
       UNROLL for (int q = 0; q < QUERIES; ++q)
         UNROLL for (int v = 0; v < VECS; ++v)
-          acc[q][v] = fused(values[v], all(weights[q][j]), acc[q][v]);
+          acc[q][v] = fused(values[v], all(weights[j * step + q * apart]), acc[q][v]);
     }
     UNROLL for (int q = 0; q < QUERIES; ++q)
       UNROLL for (int v = 0; v < VECS; ++v) store(y[q] + i + v * LANES, acc[q][v]);
@@ -90,7 +93,18 @@ void add_weighted(float* const* y, const float* const* weights, const float* x, 
   for (; i + LANES <= n; i += LANES) add.template operator()<1>();
   for (; i < n; ++i)
     for (int q = 0; q < QUERIES; ++q)
-      for (int j = 0; j < BLOCK; ++j) y[q][i] += weights[q][j] * x[j * stride + i];
+      for (int j = 0; j < BLOCK; ++j) y[q][i] += weights[j * step + q * apart] * x[j * stride + i];
+}
+
+// The same of `count` vectors for one y.
+void add_weighted_some(float* y, const float* weights, int64_t step, const float* x, int count,
+                       int64_t stride, int64_t n) {
+  for (int j = 0; j < count;) {
+    const bool is_unit = j + UNIT <= count;
+    const auto add = is_unit ? add_weighted<1, UNIT> : add_weighted<1, 1>;
+    add(&y, weights + j * step, step, 0, x + j * stride, stride, n);
+    j += is_unit ? UNIT : 1;
+  }
 }
 
 void scale(float* y, float a, int64_t n) {
@@ -163,8 +177,8 @@ struct Scores {
   float* data() { return reinterpret_cast<float*>(lanes); }
 };
 
-Vec scores_of(const float* q, const float* keys, int count, const Shape& shape) {
-  const Vec scores = dots_of(q, keys, shape.stride, count, shape.head_dim) * shape.scale;
+inline Vec scores_of(Vec dots, const Shape& shape) {
+  const Vec scores = dots * shape.scale;
   return shape.softcap == 0 ? scores : shape.softcap * tanh_of(scores / shape.softcap);
 }
 
@@ -174,7 +188,7 @@ inline void raise_max(Query& query, const Scores& scores, int64_t value_dim) {
   UNROLL for (const Vec& some : scores.lanes) highest = some > highest ? some : highest;
   const float max = lane_max(highest);
   if (!(max > query.max)) return;
-  const float shrink = std::exp(query.max - max);
+  const float shrink = exp_of(all(query.max - max))[0];
   query.sum *= shrink;
   scale(query.out, shrink, value_dim);
   query.max = max;
@@ -204,7 +218,7 @@ void fold(Query& query, const float* kv, int32_t first, int count, const Shape& 
   std::fill_n(weights, KEYS, NONE);
   for (int j = 0; j < count; j += LANES) {
     const int some = std::min(LANES, count - j);
-    const Vec its = scores_of(query.q, keys + j * stride, some, shape);
+    const Vec its = scores_of(dots_of(query.q, keys + j * stride, stride, some, shape.head_dim), shape);
     if (some == LANES)
       store(weights + lane + j, its);
     else
@@ -212,32 +226,29 @@ void fold(Query& query, const float* kv, int32_t first, int count, const Shape& 
   }
   raise_max(query, scores, value_dim);
   weigh(query, scores);
-  weights += lane;
-  for (int j = 0; j < count;) {
-    const bool is_unit = j + UNIT <= count;
-    (is_unit ? add_weighted<1, UNIT> : add_weighted<1, 1>)(&query.out, &weights, values, stride, value_dim);
-    const int step = is_unit ? UNIT : 1;
-    j += step, weights += step, values += step * stride;
-  }
+  add_weighted_some(query.out, weights + lane, 1, values, count, stride, value_dim);
 }
 
-// `fold` of KEYS keys that all of QUERIES queries see: values are read once for all of them. Each step
+// `fold` of KEYS keys that all of TOGETHER queries see: values are read once for all of them. Each step
 // is taken for all queries before the next, so that none waits for the result of another.
 void fold_together(Query* queries, const float* kv, const Shape& shape) {
-  Scores scores[QUERIES];
-  const float* weights[QUERIES];
-  float* outs[QUERIES];
-  for (int q = 0; q < QUERIES; ++q) {
-    weights[q] = scores[q].data(), outs[q] = queries[q].out;
-    for (int j = 0; j < KEYS; j += LANES)
-      scores[q].lanes[j / LANES] = scores_of(queries[q].q, kv + j * shape.stride, LANES, shape);
+  Scores scores[TOGETHER];
+  float* outs[TOGETHER];
+  for (int q = 0; q < TOGETHER; ++q) {
+    outs[q] = queries[q].out;
+    for (int j = 0; j < KEYS; j += LANES) {
+      const float* keys = kv + j * shape.stride;
+      const Vec dots = dots_of(queries[q].q, keys, shape.stride, LANES, shape.head_dim);
+      scores[q].lanes[j / LANES] = scores_of(dots, shape);
+    }
   }
-  for (int q = 0; q < QUERIES; ++q) raise_max(queries[q], scores[q], shape.value_dim);
-  for (int q = 0; q < QUERIES; ++q) weigh(queries[q], scores[q]);
-  add_weighted<QUERIES, KEYS>(outs, weights, kv + shape.value_at, shape.stride, shape.value_dim);
+  for (int q = 0; q < TOGETHER; ++q) raise_max(queries[q], scores[q], shape.value_dim);
+  for (int q = 0; q < TOGETHER; ++q) weigh(queries[q], scores[q]);
+  const float* values = kv + shape.value_at;
+  add_weighted<TOGETHER, KEYS>(outs, scores[0].data(), 1, KEYS, values, shape.stride, shape.value_dim);
 }
 
-// Does the same for a block of which some keys are not seen: one run of visible keys after another.
+// `fold` of a block of which some keys are not seen: one run of visible keys after another.
 void fold_branch(Query& query, const float* kv, int32_t first, int count, const Shape& shape) {
   for (int begin = 0, end = 0; begin < count; begin = end + 1) {
     for (end = begin; end < count && query.sees(first + end);) ++end;
@@ -245,16 +256,144 @@ void fold_branch(Query& query, const float* kv, int32_t first, int count, const 
   }
 }
 
+// Up to LANES queries side by side, each in a lane of its own: they share every key and value that is
+// read. A lane's arithmetic is that of `fold`, so a query can be here for some of its keys only.
+class Lanes {
+ public:
+  Lanes(Query* queries, int count, const Shape& shape)
+      : queries_(queries), count_(count), q_(shape.head_dim), max_{}, sums_{}, begins_{}, ends_{} {
+    for (int lane = 0; lane < count; ++lane) {
+      const Query& query = queries[lane];
+      for (int64_t i = 0; i < shape.head_dim; ++i) q_[i][lane] = query.q[i];
+      max_[lane] = query.max, begins_[lane] = query.begin, ends_[lane] = query.end;
+      for (int key = 0; key < LANES; ++key) sums_[key][lane] = query.sum[key];
+      some_first_ = std::min(some_first_, query.begin), some_last_ = std::max(some_last_, query.end);
+      all_first_ = std::max(all_first_, query.begin), all_last_ = std::min(all_last_, query.end);
+    }
+  }
+
+  // Folds the visible ones of KEYS keys, the first of which has position `first`.
+  void fold(const float* kv, int32_t first, const Shape& shape) {
+    const int32_t last = first + KEYS;
+    if (last <= some_first_ || some_last_ <= first) return;
+    if (all_first_ <= first && last <= all_last_)
+      fold_keys<true>(kv, first, shape);
+    else
+      fold_keys<false>(kv, first, shape);
+  }
+
+  // Hands the state back to the queries.
+  void finish() const {
+    for (int lane = 0; lane < count_; ++lane) {
+      queries_[lane].max = max_[lane];
+      for (int key = 0; key < LANES; ++key) queries_[lane].sum[key] = sums_[key][lane];
+    }
+  }
+
+ private:
+  static constexpr int ROWS = REGISTERS == 32 ? 4 : 2;  // keys whose products are in registers together
+
+  // `fold`; if is_whole, all queries see all keys.
+  template <bool is_whole>
+  void fold_keys(const float* kv, int32_t first, const Shape& shape) {
+    const Vec none = all(-std::numeric_limits<float>::infinity());
+    const auto sees = [&](int32_t position) { return (begins_ <= position) & (ends_ > position); };
+    Vec scores[KEYS], highest = none;
+    for (int j = 0; j < KEYS; j += ROWS) score(kv + j * shape.stride, shape, scores + j);
+    UNROLL for (int j = 0; j < KEYS; ++j) {
+      scores[j] = scores_of(scores[j], shape);
+      if constexpr (!is_whole) scores[j] = sees(first + j) ? scores[j] : none;
+      highest = scores[j] > highest ? scores[j] : highest;
+    }
+    raise_max(highest, shape.value_dim);
+    UNROLL for (int j = 0; j < KEYS; ++j) {
+      scores[j] = exp_of(scores[j] - max_);
+      if constexpr (!is_whole) scores[j] = sees(first + j) ? scores[j] : Vec{};
+      sums_[j % LANES] += scores[j];
+    }
+    const auto* weights = reinterpret_cast<const float*>(scores);
+    add_values<is_whole>(weights, kv + shape.value_at, first, shape);
+  }
+
+  // Adds the values of visible keys to each query's sums.
+  template <bool is_whole>
+  void add_values(const float* weights, const float* values, int32_t first, const Shape& shape) {
+    int lane = 0;
+    if constexpr (is_whole)
+      for (; lane + TOGETHER <= count_; lane += TOGETHER) {
+        float* outs[TOGETHER];
+        for (int i = 0; i < TOGETHER; ++i) outs[i] = queries_[lane + i].out;
+        add_weighted<TOGETHER, KEYS>(outs, weights + lane, LANES, 1, values, shape.stride, shape.value_dim);
+      }
+    for (; lane < count_; ++lane) {
+      const int begin = std::max(0, begins_[lane] - first), end = std::min(KEYS, ends_[lane] - first);
+      add_weighted_some(queries_[lane].out, weights + begin * LANES + lane, LANES,
+                        values + begin * shape.stride, end - begin, shape.stride, shape.value_dim);
+    }
+  }
+
+  // Dot products of all queries with ROWS keys. A query's products are added as by `dots_of`: those of
+  // every LANES-th dimension, and then these sums in the order of `lane_sums`.
+  void score(const float* keys, const Shape& shape, Vec* scores) const {
+    const int64_t n = shape.head_dim, stride = shape.stride;
+    Vec parts[LANES / 4][ROWS];
+    UNROLL for (int part = 0; part < LANES / 4; ++part) {
+      Vec acc[4][ROWS];
+      int64_t at = 4 * part;
+      const bool is_whole = at + 4 <= n;
+      UNROLL for (int i = 0; i < 4; ++i)
+        UNROLL for (int j = 0; j < ROWS; ++j)
+          acc[i][j] = is_whole ? q_[at + i] * all(keys[j * stride + at + i]) : Vec{};
+      if (is_whole) at += LANES;
+      for (; at + 4 <= n; at += LANES)
+        UNROLL for (int i = 0; i < 4; ++i)
+          UNROLL for (int j = 0; j < ROWS; ++j)
+            acc[i][j] = fused(q_[at + i], all(keys[j * stride + at + i]), acc[i][j]);
+      UNROLL for (int i = 0; i < 3; ++i)
+        if (at + i < n)
+          UNROLL for (int j = 0; j < ROWS; ++j)
+            acc[i][j] = fused(q_[at + i], all(keys[j * stride + at + i]), acc[i][j]);
+      UNROLL for (int j = 0; j < ROWS; ++j)
+        parts[part][j] = sum_of_four(acc[0][j], acc[1][j], acc[2][j], acc[3][j]);
+    }
+    UNROLL for (int size = 1; size < LANES / 4; size *= 2)
+      UNROLL for (int part = 0; part < LANES / 4; part += 2 * size)
+        UNROLL for (int j = 0; j < ROWS; ++j) parts[part][j] += parts[part + size][j];
+    UNROLL for (int j = 0; j < ROWS; ++j) scores[j] = parts[0][j];
+  }
+
+  void raise_max(Vec highest, int64_t value_dim) {
+    const Ints is_raised = highest > max_;
+    if (!any(is_raised)) return;
+    const Vec max = is_raised ? highest : max_;
+    const Vec shrink = is_raised ? exp_of(max_ - max) : all(1.0f);
+    max_ = max;
+    float by[LANES];
+    store(by, shrink);
+    for (Vec& sum : sums_) sum *= shrink;
+    for (int lane = 0; lane < count_; ++lane)
+      if (is_raised[lane]) scale(queries_[lane].out, by[lane], value_dim);
+  }
+
+  Query* queries_;
+  int count_;
+  std::vector<Vec> q_;  // [head_dim]
+  Vec max_, sums_[LANES];  // of the keys of each lane
+  Ints begins_, ends_;     // visible positions of each query
+  int32_t some_first_ = std::numeric_limits<int32_t>::max(), some_last_ = 0;  // what some query sees
+  int32_t all_first_ = 0, all_last_ = std::numeric_limits<int32_t>::max();    // what all of them see
+};
+
 // Runs of neighbouring tokens of one slot: [begin, end) in the token batch.
 struct Run {
   int64_t begin, end;
 };
 
-std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens) {
+std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens, int64_t most) {
   std::vector<Run> runs;
   for (int64_t t = 0; t < num_tokens;) {
     int64_t end = t + 1;
-    while (end < num_tokens && end - t < TOKENS && slots[end] == slots[t]) ++end;
+    while (end < num_tokens && end - t < most && slots[end] == slots[t]) ++end;
     runs.push_back({t, end});
     t = end;
   }
@@ -306,13 +445,14 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
   const auto* taken_of = taken ? static_cast<const uint8_t*>(taken->data_ptr()) : nullptr;
   auto* op = static_cast<float*>(out.data_ptr());
   const int block = static_cast<int>(std::min<int64_t>(KEYS, page));  // page is a power of two
-  const std::vector<Run> runs = runs_of(slot_of, q.size(0));
   const int64_t group = heads / kv_heads;  // query heads that share a KV head
+  const std::vector<Run> runs = runs_of(slot_of, q.size(0), std::max<int64_t>(1, QUERIES / group));
   const int64_t items = static_cast<int64_t>(runs.size()) * kv_heads;
   int64_t work = 0;
   for (int64_t t = 0; t < q.size(0); ++t)
     work += std::min(position_of[t] + 1, most) * heads * head_dim;
-  parallel_for(items, work > WORTH_THREADS, [&](int64_t item) {
+  parallel_for(items, work > WORTH_THREADS, [&](int64_t i) {
+    const int64_t item = items - 1 - i;  // the last tokens of a prompt first: they have the most keys
     const Run run = runs[item / kv_heads];
     const int64_t kv_head = item % kv_heads;
     const int32_t slot = slot_of[run.begin];
@@ -321,7 +461,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
     one[0] = 1;
     std::vector<Query> queries;
     queries.reserve((run.end - run.begin) * group);
-    int32_t first = ALL, last = 0;
+    int32_t first = ALL, last = 0, tree = ALL;
     for (int64_t t = run.begin; t < run.end; ++t) {
       const int32_t end = slot ? position_of[t] + 1 : 0;
       const int32_t stand = stand_of[t];
@@ -329,8 +469,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
       const int32_t begin = slot ? low : 0;
       const int32_t base = base_of ? base_of[t] : ALL;
       const int64_t bits = seen_of ? seen_of[t] : 0;
-      first = std::min(first, begin);
-      last = std::max(last, end);
+      first = std::min(first, begin), last = std::max(last, end), tree = std::min(tree, base);
       for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         // With a sink, the sum begins with the sink's weight, 1; without one, that 1 decays to 0.
         const float sink = sp ? sp[head] : -std::numeric_limits<float>::infinity();
@@ -341,26 +480,43 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
         std::fill_n(sums, value_dim, 0.0f);
       }
     }
-    for (first -= first % block; first < last; first += block) {
-      const int64_t page_id = table[slot * width + first / page];
-      const int64_t from = ((page_id * page + first % page) * kv_heads + kv_head) * pair;
-      const int count = std::min<int>(block, last - first);
-      const float* kv = pages.rows(from, count, pair, stride, decoded.data());
-      const auto sees_all = [&](const Query& query) { return query.sees_all(first, KEYS); };
-      for (size_t i = 0; i < queries.size();) {
-        Query* some = queries.data() + i;
-        if (count == KEYS && i + QUERIES <= queries.size() && std::all_of(some, some + QUERIES, sees_all)) {
-          fold_together(some, kv, shape);
-          i += QUERIES;
-          continue;
-        }
-        if (first + block <= some->base && !some->taken)
-          fold(*some, kv, first, block, shape);
-        else
-          fold_branch(*some, kv, first, block, shape);
-        ++i;
+    // Calls visit(kv, first) for each block in [first, last).
+    const auto each_block = [&](int32_t first, int32_t last, const auto& visit) {
+      for (first -= first % block; first < last; first += block) {
+        const int64_t page_id = table[slot * width + first / page];
+        const int64_t from = ((page_id * page + first % page) * kv_heads + kv_head) * pair;
+        visit(pages.rows(from, std::min<int>(block, last - first), pair, stride, decoded.data()), first);
       }
+    };
+    const auto num = static_cast<int>(queries.size());
+    if (num >= WORTH_LANES && block == KEYS && !taken) {
+      const int32_t end = std::min(last, tree - tree % KEYS);
+      std::vector<Lanes> lanes;
+      lanes.reserve((num + LANES - 1) / LANES);
+      for (int i = 0; i < num; i += LANES) lanes.emplace_back(&queries[i], std::min(LANES, num - i), shape);
+      each_block(first, end, [&](const float* kv, int32_t at) {
+        for (Lanes& some : lanes) some.fold(kv, at, shape);
+      });
+      for (const Lanes& some : lanes) some.finish();
+      first = std::max(first, end);
     }
+    if (first < last)
+      each_block(first, last, [&](const float* kv, int32_t at) {
+        const auto sees_all = [&](const Query& query) { return query.sees_all(at, KEYS); };
+        for (int i = 0; i < num;) {
+          Query* some = queries.data() + i;
+          if (block == KEYS && i + TOGETHER <= num && std::all_of(some, some + TOGETHER, sees_all)) {
+            fold_together(some, kv, shape);
+            i += TOGETHER;
+            continue;
+          }
+          if (at + block <= some->base && !some->taken)
+            fold(*some, kv, at, block, shape);
+          else
+            fold_branch(*some, kv, at, block, shape);
+          ++i;
+        }
+      });
     for (Query& query : queries) scale(query.out, pages.value_scale / lane_sum(query.sum), value_dim);
   });
 }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "product.h"
 #include "simd.h"
 #include "threads.h"
+#include "vector_math.h"
 
 constexpr int64_t PANEL = 16;  // the rows of a matrix tile
 constexpr float MOST = 127.0f;
@@ -29,48 +31,45 @@ struct IntegerRows {
 
   // Where the first chunk of a row of a stretch is; its next one is `width` further.
   int64_t at(int64_t stretch, int64_t row) const {
-    return (panels[stretch] + row / width) * chunks * width + row % width;
+    const int64_t panel = row < width ? 0 : row / PANEL;  // a stretch has several only if they are full
+    return (panels[stretch] + panel) * chunks * width + row - panel * PANEL;
   }
 
+  template <int SIZE>
   void round_chunk(const float* x, int64_t at, int32_t zero) {
     typedef int8_t Bytes __attribute__((vector_size(LANES)));
-    typedef int32_t Whole __attribute__((vector_size(LANES * 4)));
-    Vec peaks{}, taint{};
-    for (int64_t k = 0; k < chunk; k += LANES) {
-      const Vec v = load(x + k), v_size = v < 0.0f ? -v : v;
+    constexpr int PARTS = SIZE / LANES;
+    Vec parts[PARTS], peaks{};
+    Ints is_tainted{}, total{};
+    UNROLL for (int i = 0; i < PARTS; ++i) {
+      const Vec v = parts[i] = load(x + i * LANES), v_size = v < 0.0f ? -v : v;
       peaks = v_size > peaks ? v_size : peaks;
-      taint += v * 0.0f;
+      is_tainted |= v - v != Vec{};  // infinite, or not a number
     }
     const float peak = lane_max(peaks);
     const bool is_small = peak < LEAST_PEAK;
     const Vec inverse = all(is_small ? 0.0f : MOST / peak), round = all(12582912.0f);
-    Whole total{};
-    for (int64_t k = 0; k < chunk; k += LANES) {
-      const Vec scaled = load(x + k) * inverse;
-      const Whole code = __builtin_convertvector((scaled + round) - round, Whole);
+    UNROLL for (int i = 0; i < PARTS; ++i) {
+      const Ints code = __builtin_convertvector((parts[i] * inverse + round) - round, Ints);
       total += code;
       const Bytes bytes = __builtin_convertvector(code, Bytes);
-      std::memcpy(codes.data() + at * chunk + k, &bytes, sizeof bytes);
+      std::memcpy(codes.data() + at * SIZE + i * LANES, &bytes, sizeof bytes);
     }
     int32_t sum = 0;
     for (int lane = 0; lane < LANES; ++lane) sum += total[lane];
-    const float scale = (is_small ? 0.0f : peak / MOST) + lane_sum(taint);
+    const float scale = any(is_tainted) ? NAN : is_small ? 0.0f : peak / MOST;
     scales[at] = scale;
     offsets[at] = scale * static_cast<float>(sum);
     begins[at] = -zero * sum;
   }
 
+  template <int SIZE>
   void round_row(const float* x, int64_t columns, int64_t at, int32_t zero) {
-    for (int64_t first = 0; first < columns; first += chunk, at += width) {
-      const int64_t count = std::min(chunk, columns - first);
-      if (count == chunk) {
-        round_chunk(x + first, at, zero);
-        continue;
-      }
-      float padded[32] = {};
-      std::copy_n(x + first, count, padded);
-      round_chunk(padded, at, zero);
-    }
+    for (; columns >= SIZE; x += SIZE, columns -= SIZE, at += width) round_chunk<SIZE>(x, at, zero);
+    if (!columns) return;
+    float padded[SIZE] = {};
+    std::copy_n(x, columns, padded);
+    round_chunk<SIZE>(padded, at, zero);
   }
 
   // Rounds the rows of all stretches of x [.., columns]; a stretch begins with a panel of its own.
@@ -95,7 +94,10 @@ struct IntegerRows {
     slotzero::parallel_for(count, size * chunk > 1 << 15, [&](int64_t i) {
       const auto [begin, end, which] = stretches[i];
       for (int64_t row = begin; row < end; ++row)
-        round_row(x + row * columns, columns, at(i, row - begin), zero);
+        if (chunk == 32)
+          round_row<32>(x + row * columns, columns, at(i, row - begin), zero);
+        else
+          round_row<16>(x + row * columns, columns, at(i, row - begin), zero);
     });
   }
 };

@@ -88,11 +88,17 @@ struct Block {
   }
 };
 
-// Where a block's results go: y[row * stride + i] for its first `count` features.
+// Where the results of a block, or of neighbouring ones, go: y[row * stride + i] for the first `count`
+// features.
 struct Target {
   float* y;
   int64_t stride, count;
   const float* bias;
+
+  Target block(int64_t i) const {
+    const int64_t at = i * FEATURES;
+    return {y + at, stride, std::min(FEATURES, count - at), bias ? bias + at : nullptr};
+  }
 
   void put(int64_t row, const Vec* values) const {
     if (count == FEATURES) {
@@ -185,6 +191,76 @@ void tile(const PanelRows& rows, const Block& block, const Target& target) {
   UNROLL for (int m = 0; m < M; ++m) target.put(rows.row + m, acc[m]);
 }
 
+constexpr int STRIP_ROWS = LANES == 16 ? 8 : 4, STRIP_BLOCKS = LANES == 16 ? 2 : 1;
+static_assert(PANEL % STRIP_ROWS == 0);
+
+// A strip of rows and `BLOCKS` neighbouring blocks, chunk by chunk: codes are unpacked and scales widened
+// once for all rows, and the sums in float32 are in memory, so that those in integers have all registers.
+// Rows [begin, end) of a stretch are a multiple of STRIP_ROWS.
+template <bool half, int BLOCKS, int QUADS>
+void strip(const IntegerRows& x, int64_t stretch, int64_t begin, int64_t end, const Block& first,
+           const Target& target) {
+  constexpr int WIDTH = BLOCKS * VECS, STEP = half ? 2 : 1;
+  const Weight& weight = first.weight;
+  const int64_t bytes = weight.chunk_bytes(), next_block = bytes * weight.chunks;
+  const int64_t next_groups = weight.groups * FEATURES;
+  const bool has_offsets = weight.offsets.data;
+  const int8_t* codes_of_x = x.codes.data();
+  const float *scales_of_x = x.scales.data(), *offsets_of_x = x.offsets.data();
+  const int32_t* begins = x.begins.data();
+  Vec acc[ROWS_IN_CACHE][WIDTH];
+  std::fill_n(acc[0], (end - begin) * WIDTH, Vec{});
+  int64_t places[ROWS_IN_CACHE / STRIP_ROWS];
+  for (int64_t row = begin; row < end; row += STRIP_ROWS)
+    places[(row - begin) / STRIP_ROWS] = x.at(stretch, row);
+  const uint8_t* codes = first.codes;
+  GroupOf group = first.first_group();
+  for (int64_t c = 0; c < x.chunks; ++c, group.next(), codes += bytes) {
+    Codes unpacked[QUADS][WIDTH];
+    Vec scales[WIDTH], offsets[WIDTH] = {};
+    UNROLL for (int b = 0; b < BLOCKS; ++b) {
+      const uint8_t* from = codes + b * next_block;
+      prefetch(from, bytes);
+      UNROLL for (int quad = 0; quad < QUADS; quad += STEP)
+        UNROLL for (int j = 0; j < VECS; ++j) {
+          const Codes some = load_codes(from + quad / STEP * QUAD_BYTES + j * 4 * LANES);
+          unpacked[quad][b * VECS + j] = half ? some & 15 : some;
+          if constexpr (half) unpacked[quad + 1][b * VECS + j] = some >> 4;
+        }
+      UNROLL for (int j = 0; j < VECS; ++j) {
+        const int64_t at = *group + b * next_groups + j * LANES;
+        scales[b * VECS + j] = weight.scales.at(at);
+        if (has_offsets) offsets[b * VECS + j] = weight.offsets.at(at);
+      }
+    }
+    for (int64_t row = begin; row < end; row += STRIP_ROWS) {
+      const int64_t at = places[(row - begin) / STRIP_ROWS] + c * x.width;
+      const int8_t* its = codes_of_x + at * QUADS * 4;
+      Sums sums[STRIP_ROWS][WIDTH];
+      UNROLL for (int m = 0; m < STRIP_ROWS; ++m)
+        UNROLL for (int j = 0; j < WIDTH; ++j) sums[m][j] = all_lanes(begins[at + m]);
+      UNROLL for (int quad = 0; quad < QUADS; ++quad)
+        UNROLL for (int m = 0; m < STRIP_ROWS; ++m) {
+          const int32_t its_four = four(its + 4 * (m * QUADS + quad));
+          UNROLL for (int j = 0; j < WIDTH; ++j)
+            sums[m][j] = dot4<half>(sums[m][j], unpacked[quad][j], its_four);
+        }
+      UNROLL for (int m = 0; m < STRIP_ROWS; ++m) {
+        const Vec scale = all(scales_of_x[at + m]), offset = all(offsets_of_x[at + m]);
+        UNROLL for (int j = 0; j < WIDTH; ++j) {
+          Vec& sum = acc[row - begin + m][j];
+          sum = fused(__builtin_convertvector(sums[m][j], Vec), scales[j] * scale, sum);
+          if (has_offsets) sum = fused(offsets[j], offset, sum);
+        }
+      }
+    }
+  }
+  for (int b = 0; b < BLOCKS; ++b) {
+    const Target its = target.block(b);
+    for (int64_t row = begin; row < end; ++row) its.put(row, acc[row - begin] + b * VECS);
+  }
+}
+
 #if !defined(SLOTZERO_PLAIN) && defined(__AMX_INT8__) && defined(__linux__)
 // Adds the scaled sums of one chunk to sixteen rows, which have the numbers from `at` on.
 inline void add_scaled(const IntegerRows& x, int64_t at, const Weight& weight, int64_t group,
@@ -214,15 +290,15 @@ const uint8_t* unpacked(const Block& block, int64_t size) {
   return scratch.data();
 }
 
-// All whole panels of rows [row, end) of a stretch; returns the first row that is left.
-int64_t matrix_tiles(const IntegerRows& x, int64_t stretch, int64_t row, int64_t end,
-                     const Block& block, const Target& target) {
+// The first `end` rows of a stretch: whole panels.
+void matrix_tiles(const IntegerRows& x, int64_t stretch, int64_t end, const Block& block,
+                  const Target& target) {
   const Weight& weight = block.weight;
   const int64_t chunk = x.chunk, bytes = chunk / 4 * QUAD_BYTES, step = TILE_ROWS * chunk;
   const uint8_t* codes = unpacked(block, x.chunks * bytes);
   const TileShape shape(chunk);
   alignas(64) int32_t sums[2][TILE_ROWS * FEATURES];
-  for (; row + TILE_ROWS <= end; row += TILE_ROWS) {
+  for (int64_t row = 0; row < end; row += TILE_ROWS) {
     const int64_t at = x.at(stretch, row);
     const int8_t* codes_of_x = x.codes.data() + at * chunk;
     Vec acc[TILE_ROWS];
@@ -240,31 +316,45 @@ int64_t matrix_tiles(const IntegerRows& x, int64_t stretch, int64_t row, int64_t
     }
     UNROLL for (int m = 0; m < TILE_ROWS; ++m) target.put(row + m, acc + m);
   }
-  return row;
 }
 #else
 inline bool has_tiles() { return false; }
-inline int64_t matrix_tiles(const IntegerRows&, int64_t, int64_t row, int64_t, const Block&, const Target&) {
-  return row;
-}
+inline void matrix_tiles(const IntegerRows&, int64_t, int64_t, const Block&, const Target&) {}
 #endif
 
-constexpr int MOST_ROWS = LANES == 16 ? 8 : 2;  // whose sums fit into the registers
-static_assert(PANEL % MOST_ROWS == 0);
-
-// One block of a stretch of `end` rows. A register tile lies in one panel: those before it are full.
+// At most STRIP_BLOCKS neighbouring blocks of a weight, the first of which is block `at`, and a stretch of
+// `end` rows. A register tile lies in one panel: those before it are full.
 template <bool half>
-void block_rows(const IntegerRows& x, int64_t stretch, int64_t end, const Block& block,
-                const Target& target) {
-  int64_t row = 0;
-  if (end >= PANEL && has_tiles()) row = matrix_tiles(x, stretch, row, end, block, target);
-  const auto rows = [&] { return PanelRows{x, x.at(stretch, row), row}; };
-  for (; row + MOST_ROWS <= end; row += MOST_ROWS) tile<half, MOST_ROWS>(rows(), block, target);
-  if constexpr (MOST_ROWS > 4)
-    for (; row + 4 <= end; row += 4) tile<half, 4>(rows(), block, target);
-  if constexpr (MOST_ROWS > 2)
-    for (; row + 2 <= end; row += 2) tile<half, 2>(rows(), block, target);
-  for (; row < end; ++row) tile<half, 1>(rows(), block, target);
+void blocks_of_rows(const IntegerRows& x, int64_t stretch, int64_t end, const Weight& weight, int64_t at,
+                    int64_t count, const Target& target) {
+  int64_t begin = 0;
+  if (end >= PANEL && has_tiles()) {
+    begin = end - end % PANEL;
+    for (int64_t i = 0; i < count; ++i)
+      matrix_tiles(x, stretch, begin, Block(weight, at + i), target.block(i));
+  }
+  const int64_t strip_end = end - (end - begin) % STRIP_ROWS;
+  if (begin < strip_end) {
+    const auto multiply_strip = [&]<int BLOCKS>() {
+      const auto of_chunk = weight.chunk == 32 ? strip<half, BLOCKS, 8> : strip<half, BLOCKS, 4>;
+      of_chunk(x, stretch, begin, strip_end, Block(weight, at), target);
+    };
+    if (count == STRIP_BLOCKS)
+      multiply_strip.template operator()<STRIP_BLOCKS>();
+    else
+      multiply_strip.template operator()<1>();
+  }
+  if (strip_end == end) return;
+  for (int64_t i = 0; i < count; ++i) {
+    const Block block(weight, at + i);
+    const Target its = target.block(i);
+    int64_t row = strip_end;
+    const auto rows = [&] { return PanelRows{x, x.at(stretch, row), row}; };
+    if constexpr (STRIP_ROWS > 4)
+      for (; row + 4 <= end; row += 4) tile<half, 4>(rows(), block, its);
+    for (; row + 2 <= end; row += 2) tile<half, 2>(rows(), block, its);
+    for (; row < end; ++row) tile<half, 1>(rows(), block, its);
+  }
 }
 
 // The scales or offsets of weights [.., blocks]: float32 or float16 [.., blocks, groups, 16].
@@ -328,20 +418,21 @@ void multiply(const Tensor& x, const Weight& weight, const std::vector<Stretch>&
   const IntegerRows& rows = rounded;
   rounded.round(static_cast<const float*>(x.data_ptr()), stretches, K, weight.chunk, weight.zero);
   auto* y = static_cast<float*>(out.data_ptr());
-  const int64_t items = static_cast<int64_t>(stretches.size()) * weight.blocks;
+  const int64_t strips = (weight.blocks + STRIP_BLOCKS - 1) / STRIP_BLOCKS;
+  const int64_t items = static_cast<int64_t>(stretches.size()) * strips;
   parallel_for(items, M * K * N > WORTH_THREADS, [&](int64_t item) {
-    const int64_t stretch = item / weight.blocks, i = item % weight.blocks, n = i * FEATURES;
+    const int64_t stretch = item / strips, i = item % strips * STRIP_BLOCKS, n = i * FEATURES;
     const auto [begin, end, which] = stretches[stretch];
-    const int64_t count = std::min(FEATURES, N - n);
+    const int64_t blocks = std::min<int64_t>(STRIP_BLOCKS, weight.blocks - i);
+    const int64_t count = std::min(blocks * FEATURES, N - n);
     float* to = y + begin * N + n;
     if (which == num_weights) {
       for (int64_t m = begin; m < end; ++m, to += N) std::fill_n(to, count, 0.0f);
       return;
     }
-    const Block block(weight, which * weight.blocks + i);
     const Target target{to, N, count, weight.bias ? weight.bias + which * N + n : nullptr};
-    weight.is_half ? block_rows<true>(rows, stretch, end - begin, block, target)
-                   : block_rows<false>(rows, stretch, end - begin, block, target);
+    (weight.is_half ? blocks_of_rows<true> : blocks_of_rows<false>)(
+        rows, stretch, end - begin, weight, which * weight.blocks + i, blocks, target);
   });
 }
 

@@ -47,7 +47,7 @@ struct RowView {
 
 // Calls visit(i, count) for each register of a row; count is LANES for all but the last.
 template <class Visit>
-inline void each_register(int64_t size, const Visit& visit) {
+[[gnu::always_inline]] inline void each_register(int64_t size, const Visit& visit) {
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES) visit(i, static_cast<int64_t>(LANES));
   if (i < size) visit(i, size - i);
@@ -144,8 +144,9 @@ enum Activation { SILU, GELU_TANH, CLAMPED_SILU, SIGMOID, RELU };
 
 constexpr float CLAMP = 7.0f, SLOPE = 1.702f;  // of CLAMPED_SILU, as in torch_ops.py
 
-Vec gated(Vec gate, Vec value, int64_t activation) {
-  switch (activation) {
+template <int ACTIVATION>
+inline Vec gated(Vec gate, Vec value) {
+  switch (ACTIVATION) {
     case SILU: return gate * sigmoid_of(gate) * value;
     case GELU_TANH: {  // g / 2 * (1 + tanh u) is g * sigmoid(2 u)
       const Vec cube = gate * gate * gate;
@@ -163,21 +164,32 @@ Vec gated(Vec gate, Vec value, int64_t activation) {
   }
 }
 
+template <int ACTIVATION>
+void gate_rows(const RowView& gates, const RowView& values, const RowView& out) {
+  each_row(values.rows(), values.size, [&](int64_t i) {
+    const float *g = gates.row(i), *v = values.row(i);
+    float* y = out.row(i);
+    each_register(values.size, [&](int64_t j, int64_t count) {
+      const Vec gate = gates.stride ? get(g + j, count) : all(*g);
+      put(y + j, count, gated<ACTIVATION>(gate, get(v + j, count)));
+    });
+  });
+}
+
 // out = activation(gates) * values, [rows, size] each; a row may have a single gate.
 void gate(Tensor gates, Tensor values, int64_t activation, Tensor out) {
   const RowView g(gates, "gate: gates"), v(values, "gate: values"), y(out, "gate: out");
-  CHECK(activation >= SILU && activation <= RELU, "gate: no such activation");
   CHECK(g.rows() == v.rows() && v.rows() == y.rows() && g.size == v.size &&
             v.size == y.size && v.stride && y.stride,
         "gate: gates, values and out must have one shape");
-  each_row(v.rows(), v.size, [&](int64_t i) {
-    const float *gate_row = g.row(i), *value_row = v.row(i);
-    float* out_row = y.row(i);
-    each_register(v.size, [&](int64_t j, int64_t count) {
-      const Vec gate = g.stride ? get(gate_row + j, count) : all(*gate_row);
-      put(out_row + j, count, gated(gate, get(value_row + j, count), activation));
-    });
-  });
+  switch (activation) {
+    case SILU: return gate_rows<SILU>(g, v, y);
+    case GELU_TANH: return gate_rows<GELU_TANH>(g, v, y);
+    case CLAMPED_SILU: return gate_rows<CLAMPED_SILU>(g, v, y);
+    case SIGMOID: return gate_rows<SIGMOID>(g, v, y);
+    case RELU: return gate_rows<RELU>(g, v, y);
+    default: CHECK(false, "gate: no such activation");
+  }
 }
 
 // out = cap * tanh(x / cap), [rows, size]

@@ -27,6 +27,12 @@ constexpr int LANES = 4;
 constexpr int LANES = 4;
 #endif
 
+#if !defined(SLOTZERO_PLAIN) && (defined(__AVX512F__) || defined(__aarch64__))
+constexpr int REGISTERS = 32;
+#else
+constexpr int REGISTERS = 16;
+#endif
+
 typedef float Vec __attribute__((vector_size(LANES * sizeof(float))));
 // The same register at an address that is only aligned to a float.
 typedef float UnalignedVec __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
@@ -76,6 +82,18 @@ static inline Vec lane_sums(const Vec* v) {
     for (int lane = 1; lane < LANES; ++lane) sums[i] += v[i][lane];
   }
   return sums;
+#endif
+}
+
+// Four numbers in the order in which `lane_sums` adds four neighbouring lanes; it adds the sums of two
+// neighbouring fours, and then of two neighbouring eights.
+static inline Vec sum_of_four(Vec a, Vec b, Vec c, Vec d) {
+#if !defined(SLOTZERO_PLAIN) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
+  return (a + c) + (b + d);
+#elif !defined(SLOTZERO_PLAIN) && defined(__ARM_NEON) && defined(__aarch64__)
+  return (a + b) + (c + d);
+#else
+  return a + b + c + d;
 #endif
 }
 

@@ -12,6 +12,17 @@
 
 typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(int32_t))));
 
+// Whether a comparison holds for a lane.
+static inline bool any(Ints holds) {
+#if !defined(SLOTZERO_PLAIN) && defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)holds, (__m512i)holds);
+#else
+  int32_t some = 0;
+  UNROLL for (int i = 0; i < LANES; ++i) some |= holds[i];
+  return some;
+#endif
+}
+
 // The first `count` lanes from memory, the others `filling`.
 static inline Vec load_tail(const float* x, int64_t count, float filling) {
   float lanes[LANES];

@@ -37,6 +37,28 @@ int wrong_lane_sums() {
   return wrong;
 }
 
+// Lanes added across one register, and the same numbers in registers of their own: to the bit.
+int wrong_orders() {
+  int wrong = 0;
+  for (int trial = 0; trial < 500; ++trial) {
+    Vec rows[LANES], fours[LANES / 4];
+    for (auto& row : rows)
+      for (int i = 0; i < LANES; ++i) row[i] = static_cast<float>(rand()) / static_cast<float>(rand() + 1.0);
+    const auto lane = [&](int at) {  // lane `at` of each row
+      Vec v;
+      for (int i = 0; i < LANES; ++i) v[i] = rows[i][at];
+      return v;
+    };
+    for (int i = 0; i < LANES / 4; ++i)
+      fours[i] = sum_of_four(lane(4 * i), lane(4 * i + 1), lane(4 * i + 2), lane(4 * i + 3));
+    for (int size = 1; size < LANES / 4; size *= 2)
+      for (int i = 0; i < LANES / 4; i += 2 * size) fours[i] += fours[i + size];
+    const Vec sums = lane_sums(rows);
+    for (int i = 0; i < LANES; ++i) wrong += sums[i] != fours[0][i];
+  }
+  return wrong;
+}
+
 // A number in half precision by its definition.
 float number_of(int bits) {
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
@@ -59,7 +81,7 @@ int wrong_halves() {
 }
 
 int main() {
-  const int wrong = wrong_dots<true>() + wrong_dots<false>() + wrong_lane_sums() + wrong_halves();
+  const int wrong = wrong_dots<true>() + wrong_dots<false>() + wrong_lane_sums() + wrong_orders() + wrong_halves();
   std::printf("%d lanes, %d wrong\n", LANES, wrong);
   return wrong != 0;
 }

@@ -174,17 +174,18 @@ def test_attention(kernels, size, softcap):
     require_invariant(attend, torch.arange(ROWS))
 
 
+@pytest.mark.parametrize("num_heads", [2, 6, 8, 16])
 @pytest.mark.parametrize("page", [16, 32])
 @pytest.mark.parametrize("size", [5, 20, 64])
 @pytest.mark.parametrize("window", [None, 23])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_attention_of_a_prompt(kernels, page, size, window, softcap):
-    """Tokens of one slot are taken through whole blocks of keys together."""
+def test_attention_of_a_prompt(kernels, num_heads, page, size, window, softcap):
+    """Tokens of one slot, and the heads of a KV head, are taken through blocks of keys together."""
     num, pages = 75, 5
-    heads = Heads(6, 2, size, size, EPS, size**-0.5, softcap=softcap, window=window)
+    heads = Heads(num_heads, 2, size, size, EPS, size**-0.5, softcap=softcap, window=window)
     table = torch.arange(2 * pages, dtype=torch.int32).view(2, pages)
     kv = PagedKv(values(table.numel(), page, 2, 2 * size, seed=5), table)
-    q, positions = values(num, 6, size), torch.arange(num, dtype=torch.int32)
+    q, positions = values(num, num_heads, size), torch.arange(num, dtype=torch.int32)
 
     def attend(first: int, last: int) -> Tensor:
         tokens = Tokens(torch.ones(last - first, dtype=torch.int32), positions[first:last])
