@@ -482,6 +482,13 @@ def test_the_size_has_padding_rows_and_tokens(drafter):
         )
 
 
+def test_rows_of_a_scenario_pick_its_size():
+    for runner in engine_of("tiny:llama", "eager").worker.runners:
+        for key in runner.all_keys():
+            counts = counts_of(runner, key)
+            assert runner.pick(sum(counts), len(counts)) == key
+
+
 def test_a_mutant_reports_its_outcome():
     caught = Mutant("decode", "slots", "skip the pad", ("SGLang 26292",), "S1", ("slots",))
     assert str(caught) == "decode: slots: skip the pad: S1 named slots"
