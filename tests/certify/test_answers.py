@@ -2,7 +2,6 @@
 
 import logging
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,14 +31,6 @@ pytestmark = pytest.mark.slow
 DRAFT, KEY, PROMPT_ROW = TRAFFIC_FAULTS
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = [7 * i % 250 for i in range(40)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def engine_of(family: str, shape: str = "wide", drafter: str = "", **more: Any) -> Engine:

@@ -1,6 +1,5 @@
 """Tests of check S7: a fault in any tensor is caught by a check that names the tensor."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -131,15 +130,6 @@ def answer_of(engine: Engine) -> list[int]:
     while engine.has_work:
         engine.step()
     return answer.token_ids
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Use one thread: for thousands of replays of a tiny model, more threads cost more time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(

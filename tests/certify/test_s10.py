@@ -1,9 +1,6 @@
 """Tests of S10 on the CPU: batch invariance in every tiny family, and its faults."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from traffic import engine_of
 
 from slotzero.certify import session
@@ -24,14 +21,6 @@ EVERYTHING = (
     Round("all at once"),
     Round("mixed", is_reversed=True, is_staggered=True, is_preempted=True, keeps_cache=True),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("family", tiny_configs())

@@ -69,45 +69,32 @@ class FixedShape(NamedTuple):
 @triton.jit
 def _by_pair(x, KEYS_FIRST: tl.constexpr):
     """Expand values of pairs to a tile, whose rows are pairs, or its columns with KEYS_FIRST."""
-    if KEYS_FIRST:
-        return x[None, :]
-    else:  # noqa: RET505
-        return x[:, None]
+    return x[None, :] if KEYS_FIRST else x[:, None]
 
 
 @triton.jit
 def _across_pairs(x, KEYS_FIRST: tl.constexpr):
     """Expand values of keys, or of value dimensions, to a tile."""
-    if KEYS_FIRST:
-        return x[:, None]
-    else:  # noqa: RET505
-        return x[None, :]
+    return x[:, None] if KEYS_FIRST else x[None, :]
 
 
 @triton.jit
 def _scores(query, keys, before, KEYS_FIRST: tl.constexpr):
     """Add the products of queries [pairs, dim] and keys [keys, dim] to `before`, if it is given."""
-    if KEYS_FIRST:
-        return tl.dot(keys, tl.trans(query), before, input_precision="ieee")
-    else:  # noqa: RET505
-        return tl.dot(query, tl.trans(keys), before, input_precision="ieee")
+    first, second = (keys, query) if KEYS_FIRST else (query, keys)
+    return tl.dot(first, tl.trans(second), before, input_precision="ieee")
 
 
 @triton.jit
 def _sums_of_values(weight, values, acc, KEYS_FIRST: tl.constexpr):
     """Add values [keys, value_dim] times softmax weights to `acc`."""
-    if KEYS_FIRST:
-        return tl.dot(tl.trans(values), weight, acc, input_precision="ieee")
-    else:  # noqa: RET505
-        return tl.dot(weight, values, acc, input_precision="ieee")
+    first, second = (tl.trans(values), weight) if KEYS_FIRST else (weight, values)
+    return tl.dot(first, second, acc, input_precision="ieee")
 
 
 @triton.jit
 def _no_values(PAIRS: tl.constexpr, VALUES: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    if KEYS_FIRST:
-        return tl.zeros([VALUES, PAIRS], tl.float32)
-    else:  # noqa: RET505
-        return tl.zeros([PAIRS, VALUES], tl.float32)
+    return tl.zeros([VALUES, PAIRS] if KEYS_FIRST else [PAIRS, VALUES], tl.float32)
 
 
 @triton.jit
